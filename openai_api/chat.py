@@ -1,0 +1,151 @@
+"""POST /v1/chat/completions."""
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from openai_api.answer import Stamp, UsageWishes, answer
+from openai_api.api import Api
+from openai_api.fields import REFUSED_BY_CHAT, ignored_fields
+from openai_api.json_body import read_object
+from openai_api.logprobs import chat_logprobs
+from openai_api.messages import ignored_in_messages, template_messages
+from openai_api.params import chat_max_tokens, generation_params, num_chat_logprobs
+from openai_api.protocol import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ChatRequest,
+    to_struct,
+)
+from openai_api.run import Run
+from openai_api.sse import EventStream
+from service.errors import RequestError
+from service.text.generation import TextGenerator
+
+_DONE_FIELDS = frozenset(field.name for field in msgspec.structs.fields(ChatRequest))
+
+
+class Chat:
+    """Parse, refuse, encode, start; then chunks."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    async def create(self, http: Request) -> Response | EventStream:
+        """Raises: whatever is refused, before the first byte of an answer."""
+        generator = self._api.ready_generator()
+        body, ignored = _decode(await read_object(http))
+        stamp = Stamp.new("chatcmpl", self._api.served_name(body.model), self._api.system_fingerprint)
+        asked_by, max_tokens = chat_max_tokens(body)
+        params = generation_params(body, max_tokens=max_tokens, logprobs=num_chat_logprobs(body))
+        self._api.check_choices(params.n, "n")
+        ids = await _encode(generator, body)
+
+        run = await Run.start(generator, [ids], params, stamp.id)
+
+        if run.clamped_max_tokens is not None:
+            ignored.append(f"{asked_by};clamped={run.clamped_max_tokens}")
+        reply = ChatReply(generator, run, stamp, UsageWishes.of(body))
+        limits = self._api.limits
+        return await answer(
+            http, reply, run, is_stream=bool(body.stream), ignored=ignored, ping_seconds=limits.ping_seconds
+        )
+
+
+def _decode(raw: Mapping[str, Any]) -> tuple[ChatRequest, list[str]]:
+    """The request, and the names of what it holds that has no effect."""
+    ignored = ignored_fields(raw, _DONE_FIELDS, REFUSED_BY_CHAT)
+    body = to_struct(raw, ChatRequest)
+    return body, ignored + ignored_in_messages(raw.get("messages") or ())
+
+
+async def _encode(generator: TextGenerator, body: ChatRequest) -> list[int]:
+    messages = template_messages(body)
+    is_continued = bool(body.continue_final_message)
+    if is_continued and body.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt exclude each other; send one of them."
+        raise RequestError(message, field="continue_final_message")
+    if is_continued and messages[-1]["role"] != "assistant":
+        message = "continue_final_message needs a last message of role assistant."
+        raise RequestError(message, field="continue_final_message")
+    wants_prompt = body.add_generation_prompt
+    return await generator.encode_chat(
+        messages,
+        add_generation_prompt=not is_continued if wants_prompt is None else wants_prompt,
+        continue_final_message=is_continued,
+        template_kwargs=body.chat_template_kwargs,
+    )
+
+
+class ChatReply:
+    """Chunks of a chat reply: of each choice first the role, then text, then the finish reason."""
+
+    def __init__(self, generator: TextGenerator, run: Run, stamp: Stamp, usage: UsageWishes) -> None:
+        self._generator = generator
+        self._run = run
+        self._stamp = stamp
+        self._usage = usage
+
+    async def chunks(self) -> AsyncGenerator[list[ChatChunk], None]:
+        has_role: set[int] = set()
+        async with aclosing(self._run.deltas()) as deltas:
+            async for delta in deltas:
+                index = delta.index
+                choices = []
+                if index not in has_role:
+                    has_role.add(index)
+                    choices.append(ChatChunkChoice(index, ChatDelta("assistant", "")))
+                logprobs = chat_logprobs(self._generator, delta)
+                if delta.text or logprobs is not None:
+                    choices.append(ChatChunkChoice(index, ChatDelta(content=delta.text), logprobs))
+                if delta.finish_reason is not None:
+                    choices.append(ChatChunkChoice(index, ChatDelta(), None, delta.finish_reason))
+                if choices:
+                    yield [self._chunk([choice]) for choice in choices]
+        if self._usage.at_end:
+            last = self._chunk([])
+            last.usage = self._run.usage()
+            yield [last]
+
+    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        stamp, usage = self._stamp, self._usage
+        sent = self._run.usage() if usage.always else None if usage.at_end else UNSET
+        return ChatChunk(stamp.id, stamp.created, stamp.model, stamp.system_fingerprint, choices, sent)
+
+    async def joined(self) -> ChatCompletion:
+        indices = range(self._run.num_choices)
+        choices = [ChatChoice(index, ChatMessage(""), None, None) for index in indices]
+        texts: list[list[str]] = [[] for _ in indices]
+        async with aclosing(self.chunks()) as batches:
+            async for batch in batches:
+                for chunk in batch:
+                    for piece in chunk.choices:
+                        if piece.delta.content:
+                            texts[piece.index].append(piece.delta.content)
+                        _extend(choices[piece.index], piece)
+        for choice, text in zip(choices, texts, strict=True):
+            choice.message.content = "".join(text)
+        stamp = self._stamp
+        usage = self._run.usage()
+        return ChatCompletion(
+            stamp.id, stamp.created, stamp.model, stamp.system_fingerprint, choices, usage
+        )
+
+
+def _extend(choice: ChatChoice, piece: ChatChunkChoice) -> None:
+    if piece.finish_reason is not None:
+        choice.finish_reason = piece.finish_reason
+    if piece.logprobs is not None:
+        if choice.logprobs is None:
+            choice.logprobs = ChatLogprobs([])
+        choice.logprobs.content += piece.logprobs.content

@@ -1,0 +1,93 @@
+"""Exception -> status, headers and OpenAI error body: {"error": {"message", "type", "param", "code"}}."""
+
+import logging
+import math
+from http import HTTPStatus
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.errors import (
+    EngineDeadError,
+    GenerationError,
+    ModelNotFoundError,
+    OverloadedError,
+    PhotonError,
+    RequestError,
+)
+
+log = logging.getLogger(__name__)
+
+INVALID = "invalid_request_error"
+UNAVAILABLE = "service_unavailable_error"
+INTERNAL_MESSAGE = "The server failed on this request. The cause is in its log, under this request's id."
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ApiError(msgspec.Struct, frozen=True):
+    """An error as it goes over the wire: as a reply, or as the last event of a stream."""
+
+    status: int
+    body: ErrorBody
+    headers: dict[str, str] = {}
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode({"error": self.body})
+
+    def response(self) -> Response:
+        headers = dict(self.headers)
+        if self.status < 500 and self.status not in (408, 409, 429):
+            headers["x-should-retry"] = "false"  # the official SDKs obey it: the same request fails again
+        return Response(self.encode(), self.status, headers, "application/json")
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told; of unexpected exceptions, nothing."""
+    match error:
+        case RequestError():
+            return ApiError(400, ErrorBody(str(error), INVALID, error.field, error.code))
+        case ModelNotFoundError():
+            return ApiError(404, ErrorBody(str(error), INVALID, "model", "model_not_found"))
+        case OverloadedError():
+            seconds = error.retry_after_seconds
+            wait = max(1, math.ceil(seconds)) if math.isfinite(seconds) else 60
+            body = ErrorBody(str(error), UNAVAILABLE, None, "server_is_overloaded")
+            return ApiError(503, body, {"Retry-After": str(wait)})
+        case EngineDeadError():
+            return ApiError(503, ErrorBody(str(error), UNAVAILABLE, None, "engine_dead"))
+        case GenerationError():
+            return ApiError(500, ErrorBody(str(error), "server_error", None, "generation_failed"))
+        case HTTPException():
+            return _http_error(error)
+    return ApiError(500, ErrorBody(INTERNAL_MESSAGE, "server_error", None, "internal_error"))
+
+
+def log_unexpected(error: Exception) -> None:
+    """Keep what `api_error` hides; errors raised on purpose need no traceback."""
+    if not isinstance(error, PhotonError | HTTPException):
+        log.error("unexpected exception while serving a request", exc_info=error)
+
+
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+
+
+def _http_error(error: HTTPException) -> ApiError:
+    kind = INVALID if error.status_code < 500 else "server_error"
+    message = error.detail or HTTPStatus(error.status_code).phrase
+    code = _HTTP_CODES.get(error.status_code)
+    return ApiError(error.status_code, ErrorBody(message, kind, None, code), dict(error.headers or {}))
+
+
+async def answer_error(_http: Request, error: Exception) -> Response:
+    """Starlette exception handler."""
+    return api_error(error).response()

@@ -1,0 +1,144 @@
+"""Fields of the API that are not done here: which are refused, which change nothing. Data, also for docs.
+
+Fields that are done are those of the structs in protocol.py. A field in none of the tables is unknown:
+it is accepted, and listed in the reply's header X-Ignored-Params together with the harmless ones.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from openai_api.json_body import shown
+from service.errors import UnsupportedFieldError
+
+HEADER = "X-Ignored-Params"
+MAX_NAMES = 32
+MAX_NAME_LENGTH = 64
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """A field that would change the answer. Values in `allowed`, and null, ask for what is done anyway."""
+
+    allowed: tuple[Any, ...] = ()
+    remedy: str = ""
+    same_as: str | None = None  # a field whose value is allowed too
+
+
+_GRAMMAR = Refused(remedy="Structured output is not offered yet.")
+_SAMPLER = Refused(remedy="This way of sampling is not offered.")
+_RESPONSE_FORMAT = Refused(({"type": "text"},), "Structured output is not offered yet.")
+
+_REFUSED_BY_BOTH: dict[str, Refused] = {
+    "response_format": _RESPONSE_FORMAT,
+    "structured_outputs": _GRAMMAR,
+    "guided_json": _GRAMMAR,
+    "guided_regex": _GRAMMAR,
+    "guided_choice": _GRAMMAR,
+    "guided_grammar": _GRAMMAR,
+    "json_schema": _GRAMMAR,
+    "grammar": _GRAMMAR,
+    "echo": Refused((False,), "Prepend the prompt on your side."),
+    "prompt_logprobs": Refused((0, False), "Logprobs are of generated tokens only."),
+    "return_tokens_as_token_ids": Refused((False,)),
+    "truncate_prompt_tokens": Refused((-1,), "Shorten the prompt on your side."),
+    "allowed_token_ids": Refused(remedy="Use logit_bias."),
+    "bad_words": Refused(([],), "Use logit_bias."),
+    "logits_processors": Refused(([],)),
+    "use_beam_search": Refused((False,), "Beam search is not offered."),
+    "length_penalty": Refused((1.0, 1), "Beam search is not offered."),
+    "early_stopping": Refused((False,), "Beam search is not offered."),
+    "spaces_between_special_tokens": Refused((True,)),
+    "detokenize": Refused((True,)),
+    "cache_salt": Refused(remedy="The prefix cache has no salt yet; leave it out to share it."),
+    "kv_transfer_params": Refused(),
+    "vllm_xargs": Refused(({},)),
+    "repeat_penalty": Refused((1.0, 1), "Use repetition_penalty."),
+    "n_predict": Refused((-1,), "Use max_tokens."),
+    "typical_p": _SAMPLER,
+    "mirostat": Refused((0,), "This way of sampling is not offered."),
+    "top_a": _SAMPLER,
+    "tfs_z": _SAMPLER,
+    "xtc_probability": Refused((0, 0.0), "This way of sampling is not offered."),
+    "dry_multiplier": Refused((0, 0.0), "This way of sampling is not offered."),
+}
+
+REFUSED_BY_CHAT: dict[str, Refused] = {
+    **_REFUSED_BY_BOTH,
+    "tools": Refused(([],), "Tools are not offered yet."),
+    "tool_choice": Refused(("none", "auto"), "Tools are not offered yet."),
+    "functions": Refused(([],), "Tools are not offered yet."),
+    "function_call": Refused(("none", "auto"), "Tools are not offered yet."),
+    "modalities": Refused((["text"],), "Only text is generated."),
+    "audio": Refused(remedy="Only text is generated."),
+    "prediction": Refused(remedy="Predicted outputs are not offered."),
+    "web_search_options": Refused(remedy="Web search is not offered."),
+    "reasoning_effort": Refused(remedy="Use chat_template_kwargs if the template has a switch."),
+    "verbosity": Refused(("medium",), "Say in a message how long the answer should be."),
+    "documents": Refused(([],), "Put the documents into a message."),
+    "chat_template": Refused(remedy="The model's own chat template is used; render on your side and use "
+                             "/v1/completions."),
+    "mm_processor_kwargs": Refused(({},), "Only text is taken."),
+    "media_io_kwargs": Refused(({},), "Only text is taken."),
+    "add_special_tokens": Refused((False,), "The chat template places special tokens."),
+}  # fmt: skip
+
+REFUSED_BY_COMPLETIONS: dict[str, Refused] = {
+    **_REFUSED_BY_BOTH,
+    "suffix": Refused(("",), "Inserting text is not offered."),
+    "best_of": Refused(remedy="Use n and choose on your side.", same_as="n"),
+    "top_logprobs": Refused((0,), "On /v1/completions it is `logprobs`, a number."),
+    "add_special_tokens": Refused((True,), "Send the prompt as token ids instead."),
+    "prompt_embeds": Refused(remedy="Send the prompt as text or token ids."),
+}
+
+# accepted without effect; each with what a user should know
+HARMLESS: dict[str, str] = {
+    "user": "not used",
+    "safety_identifier": "not used",
+    "metadata": "not stored",
+    "store": "nothing is stored",
+    "service_tier": "there is one tier",
+    "parallel_tool_calls": "there are no tools",
+    "prompt_cache_key": "the prefix cache needs no key",
+    "prompt_cache_retention": "the prefix cache evicts by use",
+    "return_token_ids": "token ids are not returned",
+    "include_reasoning": "reasoning is part of the text",
+    "timeout": "close the connection to cancel",
+}
+
+
+def ignored_fields(
+    body: Mapping[str, Any], done: Iterable[str], refused: Mapping[str, Refused]
+) -> list[str]:
+    """Names of the given fields that have no effect.
+
+    Raises: UnsupportedFieldError for a field that would change the answer.
+    """
+    ignored = []
+    for name in body.keys() - set(done):
+        value = body[name]
+        if value is None:
+            continue  # null always means absent
+        rule = refused.get(name)
+        if rule is None:
+            ignored.append(name)
+            continue
+        allowed = rule.allowed if rule.same_as is None else (*rule.allowed, body.get(rule.same_as) or 1)
+        if not any(_is_same(value, each) for each in allowed):
+            text = f"{name} = {shown(value)} is not supported. {rule.remedy}"
+            raise UnsupportedFieldError(text.rstrip(), field=name)
+    return sorted(ignored)
+
+
+def _is_same(value: Any, allowed: Any) -> bool:
+    """Equal as JSON, where true is not 1."""
+    return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+def header_value(names: Iterable[str]) -> str:
+    """Names for the header: bounded in number and length, nothing but visible ASCII of names."""
+    clean = [re.sub(r"[^A-Za-z0-9_.;=\[\]-]", "?", name)[:MAX_NAME_LENGTH] for name in names]
+    more = ["..."] if len(clean) > MAX_NAMES else []
+    return ", ".join(clean[:MAX_NAMES] + more)

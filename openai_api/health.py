@@ -1,0 +1,117 @@
+"""The state of the process as probes see it, and the routes that show it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+
+def never_old() -> float:
+    """Heartbeat age before there is an engine: HTTP answers, so the process lives."""
+    return 0.0
+
+
+@dataclass(slots=True)
+class LoadPhase:
+    """One phase of start-up. `total` is None while unknown."""
+
+    name: str
+    done: int = 0
+    total: int | None = None
+    unit: str = ""
+
+
+@dataclass(slots=True)
+class Health:
+    """What start-up, engine and shutdown say about themselves. Written by the app, read by the routes.
+
+    `phase` and `update` have the signatures of service.progress.Progress, so that loading can report here.
+    """
+
+    phases: list[LoadPhase] = field(default_factory=list)
+    is_ready: bool = False  # a request can be served; stays True while draining
+    is_draining: bool = False
+    failed_reason: str | None = None  # start-up failed, or the engine is dead: restart the process
+    heartbeat_age: Callable[[], float] = never_old  # seconds since the engine loop last showed life
+    max_heartbeat_age_seconds: float = 60.0  # above the longest step
+
+    def phase(self, name: str) -> None:
+        """Begin a phase of loading."""
+        self.phases.append(LoadPhase(name))
+
+    def update(self, done: int, total: int | None = None, unit: str = "") -> None:
+        """Say how far the current phase is."""
+        if self.phases:
+            current = self.phases[-1]
+            current.done, current.total, current.unit = done, total, unit
+
+    @property
+    def is_alive(self) -> bool:
+        return self.failed_reason is None and self.heartbeat_age() <= self.max_heartbeat_age_seconds
+
+    @property
+    def status(self) -> str:
+        """One word: "failed", "loading", "draining", "stuck" or "ok"."""
+        if self.failed_reason is not None:
+            return "failed"
+        if not self.is_ready:
+            return "loading"
+        if self.is_draining:
+            return "draining"
+        return "ok" if self.is_alive else "stuck"
+
+    def report(self) -> dict[str, Any]:
+        """The body of a probe's answer."""
+        body: dict[str, Any] = {"status": self.status}
+        if self.failed_reason is not None:
+            body["reason"] = self.failed_reason
+        elif not self.is_ready and self.phases:
+            body["phase"] = self.phases[-1].name
+            body["phases"] = [
+                {"name": each.name, "done": each.done, "total": each.total, "unit": each.unit}
+                for each in self.phases
+            ]
+        elif self.status == "stuck":
+            age = self.heartbeat_age()
+            body["heartbeat_age_seconds"] = round(age, 3) if math.isfinite(age) else None
+        return body
+
+    def loading_text(self) -> str:
+        """What a client is told while the model loads."""
+        if not self.phases:
+            return "the model is loading"
+        current = self.phases[-1]
+        share = f", {100 * current.done // current.total}%" if current.total else ""
+        return f"the model is loading ({current.name}{share})"
+
+
+class Probes:
+    """Routes for probes and scrapers. They answer at once, whatever the engine does, and need no key."""
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+
+    async def health(self, _http: Request) -> Response:
+        """GET /health: 200 when a request would be served now; else 503 with status and load phases."""
+        return self._answer(self._health.status == "ok")
+
+    async def livez(self, _http: Request) -> Response:
+        """GET /livez: 503 when only a restart helps: the engine failed or its loop stands still."""
+        return self._answer(self._health.is_alive)
+
+    async def readyz(self, _http: Request) -> Response:
+        """GET /readyz: 503 while loading, draining, stuck or failed."""
+        return self._answer(self._health.status == "ok")
+
+    async def startupz(self, _http: Request) -> Response:
+        """GET /startupz: 503 with the load phases until the model could serve for the first time."""
+        return self._answer(self._health.is_ready and self._health.failed_reason is None)
+
+    def _answer(self, is_good: bool) -> Response:
+        body = msgspec.json.encode(self._health.report())
+        headers = {"Cache-Control": "no-store"}
+        return Response(body, 200 if is_good else 503, headers, "application/json")

@@ -1,0 +1,74 @@
+"""Messages of a chat request -> what the chat template is given."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from openai_api.protocol import ChatRequest, Message, Part
+from service.errors import RequestError, UnsupportedFieldError
+
+SEPARATOR = "\n"  # between text parts of one message; a single part equals the plain string
+
+
+def template_messages(body: ChatRequest) -> list[dict[str, Any]]:
+    """Raises: RequestError naming message and part."""
+    if body.messages is None:
+        raise RequestError("messages is missing.", field="messages")
+    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+
+
+def _template_message(message: Message, at: str) -> dict[str, Any]:
+    for name in ("tool_calls", "function_call", "audio"):
+        if getattr(message, name):
+            raise UnsupportedFieldError(f"{at}.{name} is not supported yet.", field=f"{at}.{name}")
+    given = {"role": message.role, "content": _content(message, f"{at}.content")}
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        value = getattr(message, name)
+        if value is not None:
+            given[name] = value
+    return given
+
+
+def _content(message: Message, at: str) -> str:
+    content = message.content
+    if content is None:
+        if message.role != "assistant":
+            raise RequestError(f"{at} is missing; send a string, or a list of text parts.", field=at)
+        return message.refusal or ""
+    if isinstance(content, str):
+        return content
+    if not content:
+        raise RequestError(f"{at} is an empty list; send a string, or at least one text part.", field=at)
+    return SEPARATOR.join(_part_text(part, message.role, f"{at}[{i}]") for i, part in enumerate(content))
+
+
+def _part_text(part: Part, role: str, at: str) -> str:
+    if part.type == "text":
+        text, field = part.text, f"{at}.text"
+    elif part.type == "refusal" and role == "assistant":
+        text, field = part.refusal, f"{at}.refusal"
+    else:
+        message = f"{at}.type = {part.type!r} is not supported for role {role!r}; send type 'text'."
+        raise UnsupportedFieldError(message[:300], field=f"{at}.type")
+    if text is None:
+        raise RequestError(f"{field} is missing.", field=field)
+    return text
+
+
+_MESSAGE_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Message))
+_PART_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Part))
+
+
+def ignored_in_messages(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Unknown keys of messages and parts, as paths without indices."""
+    names: dict[str, None] = {}
+    for message in messages:
+        for key in message.keys() - _MESSAGE_FIELDS:
+            if message[key] is not None:
+                names[f"messages[].{key}"] = None
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            for key in part.keys() - _PART_FIELDS:
+                names[f"messages[].content[].{key}"] = None
+    return sorted(names)

@@ -1,0 +1,273 @@
+"""Wire types of requests and replies. What a field may hold is written here and nowhere else.
+
+In requests None means absent, so that null does too.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from openai_api.json_body import shown
+from service.errors import RequestError
+
+MAX_N = 128
+MAX_STOP_STRINGS = 16  # OpenAI takes 4
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_MESSAGES = 10_000
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
+
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+FinishReason = str
+
+
+# Requests
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stream holds besides the text."""
+
+    include_usage: bool | None = None  # a last chunk with usage and no choices
+    continuous_usage_stats: bool | None = None  # usage so far in every chunk
+    include_obfuscation: bool | None = None  # padding against traffic analysis: accepted, none is added
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that chat and completions share."""
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: Int64 | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=MAX_LOGIT_BIAS)]
+        | None
+    ) = None
+    # not in OpenAI's schema; named as in vLLM
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1, 0: off
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Int32 | None = None  # lower goes first
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a message's content. Types besides "text" and "refusal" are refused."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    refusal: str | None = None  # the assistant's, instead of content
+    reasoning_content: str | None = None  # the assistant's, for templates that know it
+    tool_call_id: str | None = None
+    tool_calls: list[Any] | None = None  # refused if any
+    function_call: Any = None  # refused
+    audio: Any = None  # refused
+
+
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    max_completion_tokens: Count | None = None  # the newer name of max_tokens
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None  # default: true, unless continue_final_message
+    continue_final_message: bool | None = None
+
+
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    """Body of POST /v1/completions."""
+
+    prompt: str | list[Any] | None = None  # string, strings, ids, or lists of ids
+    logprobs: TopLogprobs | None = None
+
+
+# Replies
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    """Tokens of a reply; a prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Parallel lists, one entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]  # characters of the choice's text before the token
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class ChatChunk(msgspec.Struct):
+    """An event of a chat stream."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: str = "chat.completion.chunk"
+
+
+class ChatMessage(msgspec.Struct):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletion(msgspec.Struct):
+    """The plain reply of a chat."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class Completion(msgspec.Struct):
+    """The plain reply of a completion, and an event of its stream."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: str = "text_completion"
+
+
+class Model(msgspec.Struct):
+    id: str
+    created: int
+    max_model_len: int | None = None
+    owned_by: str = "photoninfer"
+    object: str = "model"
+
+
+class ModelList(msgspec.Struct):
+    data: list[Model]
+    object: str = "list"
+
+
+# Decoding
+
+T = TypeVar("T", bound=msgspec.Struct)
+_STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
+
+
+def to_struct(body: Mapping[str, Any], kind: type[T]) -> T:
+    """Raises: RequestError, whose field is the JSON path of the first value that does not fit."""
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$")
+        path = path.rstrip("`")
+        field = path.removeprefix(".") or None
+        reason = reason.replace(" | null", "")
+        if reason.startswith(("Expected", "Invalid")):
+            reason += _found(body, path)
+        raise RequestError(f"{field}: {reason}" if field else reason, field=field) from None
+    except RecursionError:
+        raise RequestError("The body is nested too deeply.") from None
+
+
+def _found(body: Any, path: str) -> str:
+    """The value at msgspec's path, for the message; nothing where the path has a hole (a key of a dict)."""
+    if "[...]" in path:
+        return ""
+    for name, index in _STEP.findall(path):
+        body = body[name] if name else body[int(index)]
+    return f"; got {shown(body)}"

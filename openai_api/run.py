@@ -1,0 +1,121 @@
+"""The started generations of one HTTP request, as one stream of deltas with counts."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from openai_api.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
+from service.text.generation import Delta, Generation, GenerationParams, TextGenerator
+
+
+@dataclass(slots=True)
+class Run:
+    """Choice i of prompt p has index p * n + i. Leaving it as a context manager cancels what is left."""
+
+    generations: list[Generation]
+    n: int
+    num_generated_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    @classmethod
+    async def start(
+        cls,
+        generator: TextGenerator,
+        prompts: Sequence[list[int]],
+        params: GenerationParams,
+        request_id: str,
+    ) -> "Run":
+        """Submit every prompt, or none. Raises: every refusal of TextGenerator.start."""
+        run = cls([], params.n)
+        try:
+            for i, ids in enumerate(prompts):
+                unique = request_id if len(prompts) == 1 else f"{request_id}-{i}"
+                run.generations.append(await generator.start(ids, params, request_id=unique))
+        except BaseException:
+            await run.close("error")
+            raise
+        return run
+
+    async def close(self, cause: str = "client_gone") -> None:
+        """Cancel what is left; nothing where a generation has ended."""
+        for generation in self.generations:
+            await generation.aclose(cause)
+
+    async def __aenter__(self) -> "Run":
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        await self.close()
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.generations) * self.n
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(each.num_prompt_tokens for each in self.generations)
+
+    @property
+    def clamped_max_tokens(self) -> int | None:
+        """What max_tokens became where it did not fit into the context; None where it did."""
+        return min((each.max_tokens for each in self.generations if each.is_clamped), default=None)
+
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=self.num_generated_tokens,
+            total_tokens=self.num_prompt_tokens + self.num_generated_tokens,
+            prompt_tokens_details=PromptTokensDetails(self.num_cached_tokens),
+            completion_tokens_details=CompletionTokensDetails(),
+        )
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Deltas of all choices as they come."""
+        cached: dict[int, int] = {}  # by prompt
+        source = self._one() if len(self.generations) == 1 else self._merged()
+        try:
+            async with aclosing(source):
+                async for delta in source:
+                    self.num_generated_tokens += len(delta.token_ids)
+                    prompt, choice = divmod(delta.index, self.n)
+                    if choice == 0 and delta.num_cached_tokens > cached.get(prompt, 0):
+                        # of the first choice: the others may have hit what that one has just computed
+                        cached[prompt] = delta.num_cached_tokens
+                        self.num_cached_tokens = sum(cached.values())
+                    yield delta
+        except Exception:
+            await self.close("error")
+            raise
+
+    async def _one(self) -> AsyncGenerator[Delta, None]:
+        async for delta in self.generations[0]:
+            yield delta
+
+    async def _merged(self) -> AsyncGenerator[Delta, None]:
+        queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
+
+        async def pump(generation: Generation, first_index: int) -> None:
+            try:
+                async for delta in generation:
+                    delta.index += first_index
+                    queue.put_nowait(delta)
+                queue.put_nowait(None)
+            except Exception as error:  # raised again by whoever reads the queue
+                queue.put_nowait(error)
+
+        tasks = [asyncio.create_task(pump(each, i * self.n)) for i, each in enumerate(self.generations)]
+        num_open = len(tasks)
+        try:
+            while num_open:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    num_open -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
