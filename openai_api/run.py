@@ -119,3 +119,4 @@ class Run:
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.wait(tasks)

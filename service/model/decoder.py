@@ -15,7 +15,7 @@ from typing import Any
 from service.model.config import ModelConfig
 from service.model.rope import rope_table
 from service.model.weights import LayerWeights, WeightSource
-from service.progress import NoProgress, Progress
+from service.progress import Progress
 from service.tensor.backend import Array, Backend, Linear, StepArrays
 
 
@@ -55,9 +55,14 @@ class Decoder:
     """Weights on a device, and the stages of a step over them."""
 
     def __init__(
-        self, config: ModelConfig, weights: WeightSource, backend: Backend, progress: Progress | None = None
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        backend: Backend,
+        max_model_len: int,
+        progress: Progress,
     ) -> None:
-        progress = progress or NoProgress()
+        """Load the weights. `max_model_len`: positions that will be asked for."""
         self.config = config
         self._backend = backend
         self._embedding = backend.linear([weights.embedding()])
@@ -68,7 +73,7 @@ class Decoder:
         for index in range(config.num_layers):
             self._layers.append(_load_layer(weights.layer(index), backend))
             progress.update(index + 1, config.num_layers, "layers")
-        self._rope = backend.vector(rope_table(config.rope, config.head_dim, config.max_positions))
+        self._rope = backend.vector(rope_table(config.rope, config.head_dim, max_model_len))
         self._scale = config.head_dim**-0.5
 
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:

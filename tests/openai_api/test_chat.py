@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openai_api.api import Limits
 from service.errors import GenerationError, OverloadedError
 from service.text.generation import Delta, GenerationParams
 from tests.openai_api.scripted import (
@@ -150,6 +151,17 @@ async def test_every_choice_of_a_stream_has_its_own_role_and_finish_reason() -> 
         assert [choice["finish_reason"] for choice in own if choice["finish_reason"]] == ["stop"]
 
 
+async def test_n_is_bounded_by_the_server() -> None:
+    api = make_api(ScriptedGenerator(interleaved), limits=Limits(max_choices=3))
+
+    fitting = await post(api, URL, {**CHAT, "n": 3})
+    too_many = await post(api, URL, {**CHAT, "n": 4})
+
+    assert fitting.status_code == 200
+    assert too_many.status_code == 400
+    assert too_many.json()["error"]["param"] == "n"
+
+
 LOGPROB = logprobs_of(ord("a"), -0.5, (ord("a"), -0.5), (ord("b"), -math.inf))
 
 
@@ -173,6 +185,16 @@ async def test_logprobs_are_finite_and_in_the_layout_of_chat() -> None:
         ],
         "refusal": None,
     }
+
+
+async def test_logprobs_of_held_back_text_are_sent() -> None:
+    script = [Delta(token_ids=[97], logprobs=[LOGPROB]), *deltas_of("a")]
+    asked = {**STREAM, "logprobs": True}
+
+    *chunks, _ = events_of(await post(ScriptedGenerator(lambda ids, params: script), URL, asked))
+
+    first = chunks[1]["choices"][0]
+    assert (first["delta"], first["logprobs"]["content"][0]["token"]) == ({"content": ""}, "a")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """/v1/completions: prompts of all kinds, the legacy logprobs, chunk grammar."""
 
+import asyncio
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.openai_api.scripted import (
     PROMPT,
     ScriptedGeneration,
     ScriptedGenerator,
+    Steps,
     deltas_of,
     events_of,
     logprobs_of,
@@ -187,6 +189,18 @@ async def test_when_one_of_many_prompts_fails_the_others_are_cancelled() -> None
     assert [each.closed_as[0] for each in generator.generations] == ["error", "error"]
 
 
+async def test_when_one_of_many_prompts_fails_no_task_waits_for_the_others() -> None:
+    def script(ids: list[int], params: GenerationParams) -> Steps:
+        return [GenerationError("No.")] if ids == [98] else [asyncio.Event()]
+
+    before = asyncio.all_tasks()
+
+    reply = await post(ScriptedGenerator(script), URL, {"prompt": ["a", "b"]})
+
+    assert reply.status_code == 500
+    assert asyncio.all_tasks() == before
+
+
 async def test_logprobs_have_the_legacy_layout_and_are_finite() -> None:
     generator = ScriptedGenerator()
     generator.token_bytes = {1: b"\xe2\x82", 2: b"\xac", 3: b" go"}
@@ -213,6 +227,19 @@ async def test_logprobs_have_the_legacy_layout_and_are_finite() -> None:
         ],
         "text_offset": [0, 0, 1],
     }
+
+
+async def test_a_tokens_own_logprob_stands_where_another_token_has_the_same_text() -> None:
+    generator = ScriptedGenerator()
+    generator.token_bytes = {1: b"x", 2: b"x"}
+    entry = logprobs_of(2, -3.0, (1, -0.5), (2, -3.0))
+    generator.script = lambda ids, params: [Delta(token_ids=[2], logprobs=[entry]), *deltas_of("x")]
+
+    plain = (await post(generator, URL, {**PROMPT, "logprobs": 2})).json()
+    *chunks, _ = events_of(await post(generator, URL, {**PROMPT, "logprobs": 2, "stream": True}))
+
+    assert plain["choices"][0]["logprobs"]["top_logprobs"] == [{"x": -3.0}]
+    assert chunks[0]["choices"][0]["logprobs"] == plain["choices"][0]["logprobs"]
 
 
 @given(

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from openai_api.api import Limits
+from service.errors import GenerationError
 from service.text.generation import Delta, GenerationParams
 from tests.openai_api.scripted import (
     CHAT,
     ENDPOINTS,
     ScriptedGenerator,
+    Steps,
     client_of,
     deltas_of,
     make_api,
@@ -101,6 +103,16 @@ async def test_the_connection_lives_on_after_a_stream() -> None:
         writer.close()
 
     assert status == b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize("script", [deltas_of("a"), [*deltas_of("a")[:1], GenerationError("No.")]])
+async def test_nothing_runs_on_after_a_stream(script: Steps) -> None:
+    api = make_api(ScriptedGenerator(lambda ids, params: script))
+    before = asyncio.all_tasks()
+    async with client_of(api) as client:
+        await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+
+    assert asyncio.all_tasks() == before
 
 
 async def test_answers_are_counted_by_route_template() -> None:

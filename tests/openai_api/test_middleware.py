@@ -7,7 +7,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 
 from openai_api.api import Limits
 from openai_api.middleware import wrap
@@ -117,6 +117,28 @@ async def test_a_body_above_the_limit_is_a_413_whether_its_length_is_announced_o
         assert reply.json()["error"]["code"] == "request_too_large"
         assert "1000 bytes" in reply.json()["error"]["message"]
     assert fitting.status_code == 200
+
+
+async def unread() -> AsyncIterator[bytes]:
+    raise AssertionError("the body was read")
+    yield b""
+
+
+async def test_an_announced_length_is_refused_before_the_body_is_read() -> None:
+    headers = {"content-type": "application/json", "content-length": "1001"}
+    async with client_of(make_api(limits=Limits(max_body_bytes=1000))) as client:
+        reply = await client.post(CHAT_URL, content=unread(), headers=headers)
+
+    assert reply.status_code == 413
+
+
+async def test_a_mounted_folder_is_not_redirected_to_itself_for_ever() -> None:
+    mounted = Mount("/static", routes=[Route("/page", fail)])
+    app = wrap(Starlette(routes=[mounted]), make_api())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        reply = await client.get("/static")
+
+    assert reply.status_code == 404
 
 
 async def test_models_are_listed_and_found_with_slashes_in_their_names() -> None:

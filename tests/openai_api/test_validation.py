@@ -37,6 +37,15 @@ NOT_JSON = [
     b'{"a": 01}', b"\x00", b"<xml/>", b"a=b&c=d",
 ]  # fmt: skip
 
+# in fields without meaning, of bodies that would be served otherwise
+STRICT = [
+    b'{"a": NaN}',
+    b'{"a": [-Infinity]}',
+    b'{"a": {"b": 1, "b": 1}}',
+    b'{"a": 1, "a": 2}',
+    b'{"a": 1,}',
+]
+
 BAD_FIELDS: list[dict[str, Any]] = [
     {"temperature": -0.1}, {"temperature": 2.1}, {"temperature": "1"}, {"temperature": True},
     {"top_p": 0}, {"top_p": 1.1}, {"n": 0}, {"n": -1}, {"n": 10**6}, {"n": 1.5},
@@ -66,6 +75,15 @@ async def test_a_malformed_body_is_a_400_and_the_next_request_is_served(path: st
     assert reply.json()["error"]["type"] == "invalid_request_error"
     assert "Traceback" not in reply.text
     assert after.status_code == 200
+
+
+@pytest.mark.parametrize(("path", "good"), ENDPOINTS)
+@pytest.mark.parametrize("fault", STRICT)
+async def test_json_is_strict_where_no_value_is_read(path: str, good: dict[str, Any], fault: bytes) -> None:
+    reply = await post(ScriptedGenerator(), path, json.dumps(good).encode()[:-1] + b"," + fault[1:])
+
+    assert reply.status_code == 400
+    assert is_openai_error(reply.json())
 
 
 @pytest.mark.parametrize(("path", "good"), ENDPOINTS)

@@ -49,12 +49,11 @@ def _choose(row: Array, sampling: SamplingArrays, i: int) -> int:
         return -1
     if sampling.temperature[i] == 0:
         return best
-    mass = row.astype(np.float64)
-    mass -= mass[best]
-    mass /= float(sampling.temperature[i])
+    mass = row - row[best]
+    mass /= sampling.temperature[i]
     np.exp(mass, out=mass)  # relative to the most likely id
     _truncate(mass, int(sampling.top_k[i]), float(sampling.top_p[i]), float(sampling.min_p[i]))
-    cumulated = np.cumsum(mass)
+    cumulated = np.cumsum(mass, dtype=np.float64)
     u = uniform(int(sampling.seeds[i]), int(sampling.positions[i]), int(sampling.choices[i]))
     return int(np.searchsorted(cumulated, u * cumulated[-1], side="right"))
 
@@ -64,23 +63,28 @@ def _truncate(mass: Array, top_k: int, top_p: float, min_p: float) -> None:
     if 0 < top_k < len(mass):
         mass[mass < np.partition(mass, -top_k)[-top_k]] = 0
     if top_p < 1:
-        kept = mass[mass > 0]
-        kept[::-1].sort()
-        cumulated = np.cumsum(kept)
-        last = int(np.searchsorted(cumulated, top_p * cumulated[-1]))
-        mass[mass < kept[min(last, len(kept) - 1)]] = 0
+        mass[mass < _nucleus_edge(mass, top_p)] = 0
     if min_p > 0:
         mass[mass < min_p] = 0
 
 
+def _nucleus_edge(mass: Array, top_p: float) -> float:
+    """The mass of the last id that top-p keeps."""
+    total = float(mass.sum(dtype=np.float64))
+    # ids below an even share of what may be left out are never needed, and rarely worth sorting
+    kept = mass[mass >= (1 - top_p) * total / len(mass)]
+    kept[::-1].sort()
+    last = int(np.searchsorted(np.cumsum(kept, dtype=np.float64), top_p * total))
+    return float(kept[min(last, len(kept) - 1)])
+
+
 def _write_logprobs(row: Array, chosen: int, num_top: int, out: SampleArrays, i: int) -> None:
-    row = row.astype(np.float64)
-    row -= row.max()
-    row -= np.log(np.exp(row).sum())
-    out.logprobs[i] = row[chosen]
+    largest = row.max()
+    log_sum = float(largest) + np.log(np.exp(row - largest).sum(dtype=np.float64))
+    out.logprobs[i] = row[chosen] - log_sum
     out.ranks[i] = 1 + np.count_nonzero(row > row[chosen])
     if num_top:
         candidates = np.flatnonzero(row >= np.partition(row, -num_top)[-num_top])
         top = candidates[np.argsort(-row[candidates], kind="stable")][:num_top]
         out.top_ids[i, :num_top] = top
-        out.top_logprobs[i, :num_top] = row[top]
+        out.top_logprobs[i, :num_top] = row[top] - log_sum

@@ -1,0 +1,179 @@
+"""Opens a GGUF file: llama.cpp's single-file format with metadata, tokenizer and quantised weights.
+
+Source: the format's description in the ggml repository (docs/gguf.md); parsing and dequantisation are the
+`gguf` package's.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.quants import dequantize
+from ml_dtypes import bfloat16
+from numpy.typing import NDArray
+
+from service.errors import ModelError, UnsupportedModelError
+from service.model.checkpoint import Checkpoint
+from service.model.config import Architecture, ModelConfig, SamplingDefaults
+from service.model.gguf_tokenizer import tokenizer_spec
+from service.model.rope import RopeConfig
+from service.model.weights import EMBEDDING, FINAL_NORM, HEAD, NamedWeights, check_shapes, layer_name
+
+Array = NDArray[Any]
+
+_ARCHITECTURES: dict[str, Architecture] = {"llama": "llama", "qwen3": "qwen3"}
+_TYPES = {"F64", "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
+_TOP = {"token_embd": EMBEDDING, "output_norm": FINAL_NORM, "output": HEAD}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Raises: ModelError, naming file, tensor, found and wanted; UnsupportedModelError."""
+    reader = _read(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    names = {_hugging_face_name(name): name for name in tensors}
+    config = _config(fields, names, tensors, str(path))
+    shapes = {ours: tuple(int(n) for n in reversed(tensors[name].shape)) for ours, name in names.items()}
+    num_parameters = check_shapes(config, shapes, str(path))
+    for tensor in tensors.values():
+        if tensor.tensor_type.name not in _TYPES:
+            raise UnsupportedModelError(
+                f"{path}: the tensor {tensor.name} is {tensor.tensor_type.name}; supported are "
+                f"{', '.join(sorted(_TYPES))}."
+            )
+
+    def load(name: str) -> Array:
+        array = _as_floats(tensors[names[name]])
+        if config.architecture == "llama" and ".self_attn.q_proj." in name:
+            return _unpermuted(array, config.heads)
+        if config.architecture == "llama" and ".self_attn.k_proj." in name:
+            return _unpermuted(array, config.kv_heads)
+        return array
+
+    return Checkpoint(
+        path=path,
+        config=config,
+        sampling_defaults=SamplingDefaults(),
+        tokenizer=tokenizer_spec(fields, str(path)),
+        weights=NamedWeights(config, load),
+        num_parameters=num_parameters,
+        fingerprint=file_fingerprint(path),
+    )
+
+
+def file_fingerprint(path: Path) -> str:
+    """Of a file's length, time of change and first mebibyte, where a GGUF keeps what describes it."""
+    stat = path.stat()
+    digest = hashlib.blake2b(f"{stat.st_size}:{stat.st_mtime_ns}:".encode(), digest_size=16)
+    with path.open("rb") as file:
+        digest.update(file.read(1 << 20))
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> gguf.GGUFReader:
+    with path.open("rb") as file:
+        magic = file.read(24)
+    if magic.startswith(b"version https://git-lfs"):
+        raise ModelError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` there.")
+    if magic[:4] != b"GGUF":
+        raise ModelError(f"{path} is no GGUF file: it begins with {magic[:4]!r}, and GGUF with b'GGUF'.")
+    try:
+        reader = gguf.GGUFReader(path)
+        for tensor in reader.tensors:
+            end = int(tensor.data_offset) + int(tensor.n_bytes)
+            if end > path.stat().st_size:
+                raise ValueError(f"the tensor {tensor.name} ends at byte {end}")
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, UnicodeError) as error:
+        raise ModelError(
+            f"{path} is damaged or was cut off at byte {path.stat().st_size} ({error}). Download it again."
+        ) from None
+    return reader
+
+
+def _hugging_face_name(name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; unknown names as they are."""
+    stem, _, kind = name.rpartition(".")
+    if stem in _TOP:
+        return _TOP[stem]
+    parts = stem.split(".")
+    if len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit() and parts[2] in _LAYER:
+        return layer_name(int(parts[1]), f"{_LAYER[parts[2]]}.{kind}")
+    return name
+
+
+def _config(fields: dict[str, Any], names: dict[str, str], tensors: dict[str, Any], file: str) -> ModelConfig:
+    architecture = fields.get("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{file}: the architecture is {architecture}; supported are {', '.join(_ARCHITECTURES)}."
+        )
+
+    def number(key: str, default: float | None = None) -> Any:
+        value = fields.get(f"{architecture}.{key}", default)
+        if not isinstance(value, int | float):
+            raise ModelError(f"{file}: the metadata {architecture}.{key} is {value!r}; a number is wanted.")
+        return value
+
+    if number("expert_count", 0):
+        raise UnsupportedModelError(f"{file}: mixture-of-experts models are not supported.")
+    scaling = fields.get(f"{architecture}.rope.scaling.type", "none")
+    if scaling != "none":
+        raise UnsupportedModelError(f"{file}: RoPE scaling {scaling} is not supported.")
+    heads, dim = number("attention.head_count"), number("embedding_length")
+    divisors = _as_floats(tensors["rope_freqs.weight"]).tolist() if "rope_freqs.weight" in tensors else ()
+    eos = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    return ModelConfig(
+        architecture=_ARCHITECTURES[architecture],
+        dim=dim,
+        ffn=number("feed_forward_length"),
+        num_layers=number("block_count"),
+        heads=heads,
+        kv_heads=number("attention.head_count_kv", heads),
+        head_dim=number("attention.key_length", dim // heads),
+        vocab_size=int(tensors["token_embd.weight"].shape[1]) if "token_embd.weight" in tensors else 1,
+        max_positions=number("context_length"),
+        rms_norm_eps=number("attention.layer_norm_rms_epsilon"),
+        rope=RopeConfig(theta=float(number("rope.freq_base", 10_000.0)), divisors=tuple(divisors)),
+        qkv_bias=layer_name(0, "self_attn.q_proj.bias") in names,
+        o_bias=layer_name(0, "self_attn.o_proj.bias") in names,
+        mlp_bias=layer_name(0, "mlp.gate_proj.bias") in names,
+        qk_norm=architecture == "qwen3",
+        tied_embeddings=HEAD not in names,
+        eos_token_ids=tuple(dict.fromkeys(int(token_id) for token_id in eos if token_id is not None)),
+        bos_token_id=fields.get("tokenizer.ggml.bos_token_id"),
+        dtype="float32",
+    )
+
+
+def _as_floats(tensor: Any) -> Array:
+    """The tensor in float32, or bfloat16 or float16 where it is stored so."""
+    kind, data = tensor.tensor_type.name, tensor.data
+    if kind in ("F32", "F16"):
+        return np.asarray(data)
+    shape = tuple(int(n) for n in reversed(tensor.shape))
+    if kind == "BF16":
+        return np.asarray(data).view(np.uint8).view(bfloat16).reshape(shape)
+    if kind == "F64":
+        return np.asarray(data).astype(np.float32)
+    return np.asarray(dequantize(data, tensor.tensor_type)).reshape(shape)
+
+
+def _unpermuted(array: Array, heads: int) -> Array:
+    """Rows back in the half-rotated order: llama.cpp stores the pairs that RoPE turns side by side."""
+    paired = array.reshape(heads, -1, 2, *array.shape[1:])
+    return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(array.shape)
