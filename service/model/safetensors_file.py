@@ -45,13 +45,16 @@ class SafetensorsFile:
             if dtype not in _DTYPES:
                 raise ModelError(f"{self.path}: the tensor {name} is {dtype}; {', '.join(_DTYPES)} are supported.")
 
-    def tensor(self, name: str) -> NDArray[Any]:
-        """A view of the map; an array of its own where the file stores it unaligned."""
+    def tensor(self, name: str, content: NDArray[np.uint8] | None = None) -> NDArray[Any]:
+        """A view of the map, or of the whole file's `content` if that is given; an array of its own where the
+        file stores the tensor unaligned."""
         dtype, shape, start = self._entries[name]
-        if self._map is None:
-            self._map = np.memmap(self.path, np.uint8, mode="r")
+        if content is None:
+            if self._map is None:
+                self._map = np.memmap(self.path, np.uint8, mode="r")
+            content = self._map
         numpy_dtype = np.dtype(_DTYPES[dtype])
-        raw = self._map[start : start + prod(shape) * numpy_dtype.itemsize]
+        raw = content[start : start + prod(shape) * numpy_dtype.itemsize]
         if start % numpy_dtype.itemsize:
             raw = raw.copy()
         return np.asarray(raw).view(numpy_dtype).reshape(shape)
