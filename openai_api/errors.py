@@ -14,12 +14,20 @@ from service.errors import (
     GenerationError,
     ModelNotFoundError,
     OverloadedError,
-    PhotonError,
     RequestError,
 )
 
 log = logging.getLogger(__name__)
 
+# what clients are told about; everything else is ours to know
+TOLD = (
+    RequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    EngineDeadError,
+    GenerationError,
+    HTTPException,
+)
 INVALID = "invalid_request_error"
 UNAVAILABLE = "service_unavailable_error"
 INTERNAL_MESSAGE = "The server failed on this request. The cause is in its log, under this request's id."
@@ -73,8 +81,8 @@ def api_error(error: Exception) -> ApiError:
 
 
 def log_unexpected(error: Exception) -> None:
-    """Keep what `api_error` hides; errors raised on purpose need no traceback."""
-    if not isinstance(error, PhotonError | HTTPException):
+    """Keep what `api_error` hides."""
+    if not isinstance(error, TOLD):
         log.error("unexpected exception while serving a request", exc_info=error)
 
 

@@ -13,8 +13,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from openai_api.api import Api
-from openai_api.errors import answer_error, api_error, log_unexpected
-from service.errors import PhotonError
+from openai_api.errors import TOLD, answer_error, api_error, log_unexpected
 
 BASE = "/v1"
 CLIENT_CLOSED = 499  # nginx's number for a client that left; nobody receives it, metrics count it
@@ -26,7 +25,8 @@ _SLASHES = re.compile("/{2,}")
 def wrap(app: Starlette, api: Api) -> ASGIApp:
     """Put all layers around an app made of `make_routes`."""
     app.router.redirect_slashes = False  # a redirect would lose a POST's body; NormalPath needs none
-    app.add_exception_handler(PhotonError, answer_error)
+    for told in TOLD:
+        app.add_exception_handler(told, answer_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.add_exception_handler(Exception, answer_error)

@@ -47,7 +47,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.exists():
         raise ModelError(f"{path}: no such file or directory.")
     if path.suffix.lower() in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
-        raise ModelError(f"{path} is a pickle, which can run code when it is loaded: use safetensors or GGUF.")
+        raise ModelError(
+            f"{path} is a pickle, which can run code when it is loaded: use safetensors or GGUF."
+        )
     if path.suffix.lower() == ".safetensors":
         return open_directory(path.parent)
     return open_gguf(path)

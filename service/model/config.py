@@ -61,7 +61,9 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], file: st
     heads, dim = _integer(raw, "num_attention_heads", file), _integer(raw, "hidden_size", file)
     kv_heads = raw.get("num_key_value_heads") or heads
     if heads % kv_heads:
-        raise ModelError(f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}.")
+        raise ModelError(
+            f"{file}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}."
+        )
     head_dim = raw.get("head_dim") or dim // heads
     if head_dim % 2:
         raise ModelError(f"{file}: head_dim {head_dim} is odd; RoPE turns pairs.")
@@ -95,7 +97,11 @@ def parse_sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
     if generation.get("do_sample") is False:
         return SamplingDefaults(temperature=0.0)
     return SamplingDefaults(
-        **{name: generation[name] for name in SamplingDefaults.__struct_fields__ if generation.get(name) is not None}
+        **{
+            name: generation[name]
+            for name in SamplingDefaults.__struct_fields__
+            if generation.get(name) is not None
+        }
     )
 
 
@@ -116,7 +122,9 @@ def _architecture(raw: Mapping[str, Any], file: str) -> Architecture:
 def _refuse_unsupported(raw: Mapping[str, Any], file: str) -> None:
     quantization = raw.get("quantization_config")
     if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else "unknown"
+        method = (
+            quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else "unknown"
+        )
         raise UnsupportedModelError(f"{file}: weights quantised by {method} are not supported.")
     if raw.get("num_experts") or raw.get("num_local_experts"):
         raise UnsupportedModelError(f"{file}: mixture-of-experts models are not supported.")
@@ -134,7 +142,9 @@ def _rope(raw: Mapping[str, Any], max_positions: int, file: str) -> RopeConfig:
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind != "llama3":
-        raise UnsupportedModelError(f"{file}: RoPE scaling {kind} is not supported; default and llama3 are.")
+        raise UnsupportedModelError(
+            f"{file}: RoPE scaling {kind} is not supported; default and llama3 are."
+        )
     missing = [name for name in ("factor", "low_freq_factor", "high_freq_factor") if name not in scaling]
     if missing:
         raise ModelError(f"{file}: RoPE scaling llama3 lacks {', '.join(missing)}.")

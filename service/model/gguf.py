@@ -24,7 +24,22 @@ from service.model.weights import EMBEDDING, FINAL_NORM, HEAD, NamedWeights, che
 Array = NDArray[Any]
 
 _ARCHITECTURES: dict[str, Architecture] = {"llama": "llama", "qwen3": "qwen3"}
-_TYPES = {"F64", "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
+_TYPES = {
+    "F64",
+    "F32",
+    "F16",
+    "BF16",
+    "Q8_0",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+}
 _TOP = {"token_embd": EMBEDDING, "output_norm": FINAL_NORM, "output": HEAD}
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -116,7 +131,9 @@ def _hugging_face_name(name: str) -> str:
     return name
 
 
-def _config(fields: dict[str, Any], names: dict[str, str], tensors: dict[str, Any], file: str) -> ModelConfig:
+def _config(
+    fields: dict[str, Any], names: dict[str, str], tensors: dict[str, Any], file: str
+) -> ModelConfig:
     architecture = fields.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise UnsupportedModelError(

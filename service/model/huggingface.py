@@ -74,7 +74,9 @@ def _tokenizer(directory: Path) -> TokenizerSpec:
         raise ModelError(f"{path} is missing: the tokenizer is needed in the format of `tokenizers`.")
     config = _read_json(directory / "tokenizer_config.json", optional=True)
     template_file = directory / "chat_template.jinja"
-    template = template_file.read_text() if template_file.is_file() else _template(config.get("chat_template"))
+    template = (
+        template_file.read_text() if template_file.is_file() else _template(config.get("chat_template"))
+    )
     special = _read_json(directory / "special_tokens_map.json", optional=True)
     named = {**special, **{key: value for key, value in config.items() if value is not None}}
     extra = named.get("additional_special_tokens") or []
@@ -84,7 +86,9 @@ def _tokenizer(directory: Path) -> TokenizerSpec:
         chat_template=template,
         bos_token=_content(named.get("bos_token")),
         eos_token=_content(named.get("eos_token")),
-        add_bos_token=config.get("add_bos_token") if isinstance(config.get("add_bos_token"), bool) else None,
+        add_bos_token=config.get("add_bos_token")
+        if isinstance(config.get("add_bos_token"), bool)
+        else None,
         special_tokens=tuple(dict.fromkeys(t for t in [*tokens, *map(_content, extra)] if t)),
     )
 

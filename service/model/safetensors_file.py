@@ -31,7 +31,9 @@ class SafetensorsFile:
         self.path = path
         self._num_bytes = path.stat().st_size
         header, self._data_start = self._read_header()
-        self._entries = {name: self._check(name, entry) for name, entry in header.items() if name != "__metadata__"}
+        self._entries = {
+            name: self._check(name, entry) for name, entry in header.items() if name != "__metadata__"
+        }
         self._map: NDArray[np.uint8] | None = None
 
     @property
@@ -43,7 +45,9 @@ class SafetensorsFile:
         for name in names & self._entries.keys():
             dtype = self._entries[name][0]
             if dtype not in _DTYPES:
-                raise ModelError(f"{self.path}: the tensor {name} is {dtype}; {', '.join(_DTYPES)} are supported.")
+                raise ModelError(
+                    f"{self.path}: the tensor {name} is {dtype}; {', '.join(_DTYPES)} are supported."
+                )
 
     def tensor(self, name: str, content: NDArray[np.uint8] | None = None) -> NDArray[Any]:
         """A view of the map, or of the whole file's `content` if that is given; an array of its own where the
@@ -63,9 +67,13 @@ class SafetensorsFile:
         with self.path.open("rb") as file:
             start = file.read(len(_LFS_POINTER))
             if start == _LFS_POINTER:
-                raise ModelError(f"{self.path} is a Git LFS pointer, not the weights: run `git lfs pull` there.")
+                raise ModelError(
+                    f"{self.path} is a Git LFS pointer, not the weights: run `git lfs pull` there."
+                )
             if len(start) < 8:
-                raise ModelError(f"{self.path}: {self._num_bytes} bytes are no safetensors file; it was cut off.")
+                raise ModelError(
+                    f"{self.path}: {self._num_bytes} bytes are no safetensors file; it was cut off."
+                )
             (length,) = struct.unpack("<Q", start[:8])
             if length > min(_MAX_HEADER, self._num_bytes - 8):
                 raise ModelError(
