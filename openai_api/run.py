@@ -6,6 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from openai_api.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
+from service.errors import GenerationError
 from service.text.generation import Delta, Generation, GenerationParams, TextGenerator
 
 
@@ -72,8 +73,13 @@ class Run:
         )
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Deltas of all choices as they come."""
+        """Deltas of all choices as they come.
+
+        Raises: GenerationError when one fails, or when the engine ends one early, as at a forced stop: a
+            reply that is cut off must not look whole.
+        """
         cached: dict[int, int] = {}  # by prompt
+        num_open = self.num_choices
         source = self._one() if len(self.generations) == 1 else self._merged()
         try:
             async with aclosing(source):
@@ -84,14 +90,22 @@ class Run:
                         # of the first choice: the others may have hit what that one has just computed
                         cached[prompt] = delta.num_cached_tokens
                         self.num_cached_tokens = sum(cached.values())
+                    num_open -= delta.finish_reason is not None
                     yield delta
+            if num_open:
+                raise GenerationError("The server ended this reply early.")
         except Exception:
             await self.close("error")
             raise
 
     async def _one(self) -> AsyncGenerator[Delta, None]:
-        async for delta in self.generations[0]:
-            yield delta
+        iterator = aiter(self.generations[0])
+        try:
+            async for delta in iterator:
+                yield delta
+        finally:
+            if isinstance(iterator, AsyncGenerator):
+                await iterator.aclose()
 
     async def _merged(self) -> AsyncGenerator[Delta, None]:
         queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()

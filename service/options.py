@@ -45,9 +45,13 @@ def default_text(option: Option) -> str:
     """The default as a person would write it."""
     if option.default is None or option.default == ():
         return "unset"
-    return str(option.default).lower() if option.is_bool else f"{option.default:g}" if isinstance(
-        option.default, float
-    ) else str(option.default)
+    return (
+        str(option.default).lower()
+        if option.is_bool
+        else f"{option.default:g}"
+        if isinstance(option.default, float)
+        else str(option.default)
+    )
 
 
 def help_text(option: Option) -> str:

@@ -43,7 +43,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: Annotated[
         str | None,
-        _about("model", "GGUF file, Hugging Face directory or hub name (org/name); unset: the default model"),
+        _about(
+            "model", "GGUF file, Hugging Face directory or hub name (org/name); unset: the default model"
+        ),
     ] = None
     tokenizer: Annotated[
         str | None, _about("model", "directory or tokenizer.json to use instead of the model's own")
@@ -56,7 +58,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         _about("model", "name that requests may use, the first in answers; unset: the model's own"),
     ] = ()
     cache_dir: Annotated[
-        str | None, _about("model", "folder of downloads and prepared weights; unset: the user's cache folder")
+        str | None,
+        _about("model", "folder of downloads and prepared weights; unset: the user's cache folder"),
     ] = None
     weight_cache: Annotated[
         bool, _about("model", "keep prepared weights in cache_dir, so that the next start is quick")
@@ -93,7 +96,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Dtype, _about("engine", "number format of the weights; auto: float32 on a CPU, bfloat16 on a GPU")
     ] = "auto"
     threads: Annotated[
-        Count | None, _about("engine", "CPU threads of matrix products; unset: the cores this process may use")
+        Count | None,
+        _about("engine", "CPU threads of matrix products; unset: the cores this process may use"),
     ] = None
     max_model_len: Annotated[
         Count | None,

@@ -95,8 +95,8 @@ def plan_cpu(checkpoint: Checkpoint, settings: Settings, vocab_size: int, dtype:
     num_blocks = wanted // block_bytes
     if num_blocks < 1:
         raise SettingsError(
-            f"kv_cache_gib={settings.kv_cache_gib}: not one block fits. A block of {settings.block_size} tokens "
-            f"takes {block_bytes / 2**20:.1f} MiB: give at least {block_bytes / 2**30:.3f}."
+            f"kv_cache_gib={settings.kv_cache_gib}: not one block fits. A block of {settings.block_size} "
+            f"tokens takes {block_bytes / 2**20:.1f} MiB: give at least {block_bytes / 2**30:.3f}."
         )
     max_model_len = min(settings.max_model_len or config.max_positions, config.max_positions)
     if num_blocks * settings.block_size < max_model_len:

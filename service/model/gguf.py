@@ -184,7 +184,7 @@ def _as_floats(tensor: Any) -> Array:
         return np.asarray(data)
     shape = tuple(int(n) for n in reversed(tensor.shape))
     if kind == "BF16":
-        return np.asarray(data).view(np.uint8).view(bfloat16).reshape(shape)
+        return np.ascontiguousarray(data).view(np.uint8).view(bfloat16).reshape(shape)
     if kind == "F64":
         return np.asarray(data).astype(np.float32)
     return np.asarray(dequantize(data, tensor.tensor_type)).reshape(shape)
@@ -193,4 +193,5 @@ def _as_floats(tensor: Any) -> Array:
 def _unpermuted(array: Array, heads: int) -> Array:
     """Rows back in the half-rotated order: llama.cpp stores the pairs that RoPE turns side by side."""
     paired = array.reshape(heads, -1, 2, *array.shape[1:])
-    return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(array.shape)
+    unpermuted: Array = np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(array.shape)
+    return unpermuted

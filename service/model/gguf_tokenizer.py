@@ -38,8 +38,8 @@ def tokenizer_spec(fields: Mapping[str, Any], file: str) -> TokenizerSpec:
     pre = _SAME_AS.get(pre, pre)
     if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
         raise UnsupportedModelError(
-            f"{file}: the tokenizer is {kind} with pre-tokenizer {pre}; supported is gpt2 (byte-level BPE) with "
-            f"{', '.join(_PRE_TOKENIZERS)}."
+            f"{file}: the tokenizer is {kind} with pre-tokenizer {pre}; supported is gpt2 (byte-level BPE) "
+            f"with {', '.join(_PRE_TOKENIZERS)}."
         )
     tokens, merges = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.merges")
     if not tokens or merges is None:

@@ -122,7 +122,7 @@ def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
 
 
 def _fingerprint(raw: Mapping[str, Any], files: list[SafetensorsFile]) -> str:
-    """Of the config, and of every file's name, length and time of change: reading the weights would take long."""
+    """Of the config, and of every file's name, length and time of change: reading all takes long."""
     digest = hashlib.blake2b(msgspec.json.encode(raw, order="deterministic"), digest_size=16)
     for file in files:
         stat = file.path.stat()

@@ -50,9 +50,9 @@ class MemoryLedger(msgspec.Struct, frozen=True, kw_only=True):
             else "choose a smaller model, dtype bfloat16, or a machine with more memory"
         )
         raise MemoryBudgetError(
-            f"The model does not fit: weights {_gib(self.weights_bytes)} + KV cache {_gib(self.kv_cache_bytes)} + "
-            f"workspace {_gib(self.workspace_bytes)} = {_gib(self.total_bytes)}, but {_gib(available_bytes)} are "
-            f"available. To start, {remedy}."
+            f"The model does not fit: weights {_gib(self.weights_bytes)} + KV cache "
+            f"{_gib(self.kv_cache_bytes)} + workspace {_gib(self.workspace_bytes)} = "
+            f"{_gib(self.total_bytes)}, but {_gib(available_bytes)} are available. To start, {remedy}."
         )
 
 

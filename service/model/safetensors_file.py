@@ -50,8 +50,8 @@ class SafetensorsFile:
                 )
 
     def tensor(self, name: str, content: NDArray[np.uint8] | None = None) -> NDArray[Any]:
-        """A view of the map, or of the whole file's `content` if that is given; an array of its own where the
-        file stores the tensor unaligned."""
+        """A view of the map, or of the whole file's `content` if given; a copy where the file stores the
+        tensor unaligned."""
         dtype, shape, start = self._entries[name]
         if content is None:
             if self._map is None:
@@ -61,7 +61,8 @@ class SafetensorsFile:
         raw = content[start : start + prod(shape) * numpy_dtype.itemsize]
         if start % numpy_dtype.itemsize:
             raw = raw.copy()
-        return np.asarray(raw).view(numpy_dtype).reshape(shape)
+        tensor: NDArray[Any] = np.asarray(raw).view(numpy_dtype).reshape(shape)
+        return tensor
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
         with self.path.open("rb") as file:
@@ -77,8 +78,8 @@ class SafetensorsFile:
             (length,) = struct.unpack("<Q", start[:8])
             if length > min(_MAX_HEADER, self._num_bytes - 8):
                 raise ModelError(
-                    f"{self.path} is no whole safetensors file: its header should have {length} bytes, and the "
-                    f"file has {self._num_bytes}. Download it again."
+                    f"{self.path} is no whole safetensors file: its header should have {length} bytes, and "
+                    f"the file has {self._num_bytes}. Download it again."
                 )
             file.seek(8)
             text = file.read(length)
@@ -107,7 +108,7 @@ class SafetensorsFile:
             )
         if self._data_start + end > self._num_bytes:
             raise ModelError(
-                f"{self.path} was cut off: the tensor {name} ends at byte {self._data_start + end}, the file at "
-                f"{self._num_bytes}. Download it again."
+                f"{self.path} was cut off: the tensor {name} ends at byte {self._data_start + end}, the "
+                f"file at {self._num_bytes}. Download it again."
             )
         return dtype, shape, self._data_start + begin

@@ -1,8 +1,8 @@
 """Dequantised weights of a GGUF file, kept in the user's cache in the form that they are used in.
 
-Parsing a GGUF file and dequantising it takes seconds; reading the result back takes tenths of one. An entry is a
-folder named after the GGUF file's fingerprint and this format's version: `checkpoint.json` (config, tokenizer)
-and `weights.safetensors` (float32, q/k/v and gate/up fused). It appears whole or not at all.
+Parsing a GGUF file and dequantising it takes seconds; reading the result back takes tenths of one. An entry
+is a folder named after the GGUF file's fingerprint and this format's version: `checkpoint.json` (config,
+tokenizer) and `weights.safetensors` (float32, q/k/v and gate/up fused). It appears whole or not at all.
 """
 
 import logging
@@ -150,7 +150,7 @@ class _CachedWeights:
         return self._tensor("final_norm")
 
     def layer(self, index: int) -> LayerWeights:
-        found = {}
+        found: dict[str, Any] = {}
         for name in LayerWeights.__slots__:
             key = f"{index}.{name}"
             value = self._tensor(key) if key in self._file.shapes else None
@@ -167,8 +167,8 @@ class _CachedWeights:
 def _read_whole(path: Path) -> NDArray[np.uint8]:
     """A file's bytes in one array.
 
-    NumPy asks for huge pages for large arrays, which a map of the file can't have: decoding ran 1.1 times as
-    fast (SmolLM2-135M, 2 cores), for 0.4 s of reading.
+    NumPy asks for huge pages for large arrays, which a map of the file can't have: decoding ran 1.1 times
+    as fast (SmolLM2-135M, 2 cores), for 0.4 s of reading.
     """
     data = np.empty(path.stat().st_size, np.uint8)
     edges = np.linspace(0, len(data), _READERS + 1, dtype=np.int64).tolist()
@@ -176,7 +176,7 @@ def _read_whole(path: Path) -> NDArray[np.uint8]:
     def read(part: int) -> None:
         with path.open("rb", buffering=0) as file:
             file.seek(edges[part])
-            view = memoryview(data)[edges[part] : edges[part + 1]]
+            view = memoryview(data.data)[edges[part] : edges[part + 1]]
             while view:
                 count = file.readinto(view)
                 if not count:

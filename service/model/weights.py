@@ -97,7 +97,7 @@ def check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], file
             raise ModelError(f"{file}: the tensor {name} of shape {list(shape)} is missing{hint}.")
         if tuple(found[name]) != shape:
             raise ModelError(
-                f"{file}: the tensor {name} has shape {list(found[name])}; {list(shape)} is wanted by the config."
+                f"{file}: the tensor {name} has shape {list(found[name])}; the config wants {list(shape)}."
             )
     return sum(map(prod, wanted.values()))
 

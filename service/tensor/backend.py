@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 Array = Any  # numpy.ndarray or cupy.ndarray
+Linear = Any  # a weight [out_features, in_features] as Backend.linear made it, in a layout of its own
 HostArray = NDArray[Any]
 
 
@@ -70,17 +71,6 @@ class SampleArrays:
     ranks: Array  # int32 [num_samples]; 1: most likely; ties share the best rank
     top_ids: Array  # int32 [num_samples, max_top]; most likely first, ties to the lowest id
     top_logprobs: Array  # float32 [num_samples, max_top]
-
-
-class Linear(Protocol):
-    """A weight as the backend keeps it: [out_features, in_features], in its own layout and dtype."""
-
-    @property
-    def out_features(self) -> int: ...
-    @property
-    def in_features(self) -> int: ...
-    @property
-    def num_bytes(self) -> int: ...
 
 
 class Backend(Protocol):

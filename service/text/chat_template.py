@@ -1,7 +1,7 @@
 """Messages -> prompt, through the model's own Jinja template in a sandbox.
 
-Text from messages must never turn into control tokens, though template and messages end up in one string. So
-where a message holds the text of a control token (rare), a private character is put inside it before
+Text from messages must never turn into control tokens, though template and messages end up in one string.
+So where a message holds the text of a control token (rare), a private character is put inside it before
 rendering; Tokenizer.encode_marked tells from it which control tokens the template wrote. Everything else is
 rendered and encoded as it is, so ordinary chats give exactly the ids of the plain rendering.
 """
@@ -48,7 +48,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[int]]:
-        """The prompt as text and as ids. With `continue_final_message` it ends with the last message's text.
+        """The prompt as text and ids; with `continue_final_message` it ends with the last message's text.
 
         Raises: RequestError with the template's own message, when it refuses the messages.
         """
@@ -98,8 +98,8 @@ class ChatTemplate:
     def _with_known_roles(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """developer becomes system where the template does not know it.
 
-        Several such messages at the beginning become one, joined by an empty line, since templates expect one
-        system message there.
+        Several such messages at the beginning become one, joined by an empty line, since templates expect
+        one system message there.
         """
         if self._knows_developer or all(message.get("role") != "developer" for message in messages):
             return [dict(message) for message in messages]

@@ -86,7 +86,7 @@ class TextGenerator:
         return self._engine.max_model_len
 
     async def encode(self, text: str, field: str = "prompt") -> list[int]:
-        """Ids of a raw prompt, with BOS where the tokenizer adds one. Raises: RequestError naming `field`."""
+        """Ids of a raw prompt, BOS first where the tokenizer adds it. Raises: RequestError naming `field`."""
         _check_text(text, field)
         if len(text) < _LONG_TEXT:
             return self._tokenizer.encode_prompt(text)
@@ -170,8 +170,8 @@ class TextGenerator:
         if len(prompt_ids) >= self.max_model_len:
             asked = "" if params.max_tokens is None else f" and asked for {params.max_tokens} more"
             raise ContextLengthError(
-                f"This model's context is {self.max_model_len} tokens, prompt and reply together, but your prompt "
-                f"has {len(prompt_ids)} tokens{asked}. Shorten it.",
+                f"This model's context is {self.max_model_len} tokens, prompt and reply together, but your "
+                f"prompt has {len(prompt_ids)} tokens{asked}. Shorten it.",
                 field="prompt",
             )
         self.check_ids(params.stop_token_ids, "stop_token_ids")
@@ -320,7 +320,7 @@ class _Choice:
         return text
 
     def _logprobs_of_emitted_text(self, is_last: bool) -> list[TokenLogprobs]:
-        """Of tokens whose text begins in what is let through; at the end also of those that have no text."""
+        """Of tokens whose text begins in what is let through; at the end also of those without text."""
         edge = self._num_emitted
         if is_last and self._stops.matched is None:
             edge += 1  # nothing is held back any more

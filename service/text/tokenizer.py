@@ -53,7 +53,7 @@ class Tokenizer:
         return ids
 
     def encode_marked(self, text: str, mark: str) -> list[int]:
-        """Ids of `text` without its `mark` characters, where control tokens cut by a mark are ordinary text.
+        """Ids of `text` without its `mark` characters; control tokens cut by a mark are ordinary text.
 
         The rest is encoded as `encode` would: control tokens split a text before anything else happens.
         """

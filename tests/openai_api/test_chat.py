@@ -356,6 +356,17 @@ async def test_a_failure_within_a_stream_is_its_last_event() -> None:
     assert generator.generations[0].closed_as[0] == "error"
 
 
+async def test_a_reply_that_the_server_ends_early_does_not_look_whole() -> None:
+    generator = ScriptedGenerator(lambda ids, params: deltas_of("Hel", "lo")[:-1])
+
+    plain = await post(generator, URL, CHAT)
+    *chunks, last = events_of(await post(generator, URL, STREAM))
+
+    assert plain.status_code == 500
+    assert len(chunks) == 3
+    assert last["error"]["code"] == "generation_failed"
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_failure_before_the_first_token_has_a_status(is_stream: bool) -> None:
     generator = ScriptedGenerator(lambda ids, params: [GenerationError("No.")])

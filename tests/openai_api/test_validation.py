@@ -13,6 +13,7 @@ from tests.openai_api.scripted import (
     PROMPT,
     ScriptedGenerator,
     client_of,
+    deltas_of,
     make_api,
     post,
 )
@@ -213,7 +214,9 @@ async def test_real_uses_of_what_is_not_done_are_refused(path: str, asked: dict[
 
 
 async def test_best_of_equal_to_n_is_no_wish() -> None:
-    reply = await post(ScriptedGenerator(), COMPLETIONS_URL, {**PROMPT, "n": 2, "best_of": 2})
+    generator = ScriptedGenerator(lambda ids, params: deltas_of("a") + deltas_of("b", index=1))
+
+    reply = await post(generator, COMPLETIONS_URL, {**PROMPT, "n": 2, "best_of": 2})
 
     assert reply.status_code == 200
 
