@@ -52,9 +52,9 @@ class Api:
     def ready_generator(self) -> TextGenerator:
         """Raises: OverloadedError while loading or draining, EngineDeadError after a failure."""
         health = self.health
-        if health.failed_reason is not None:
+        if (failure := health.failure) is not None:
             self.metrics.refused("dead")
-            raise EngineDeadError(f"The server can't run any request: {health.failed_reason}.")
+            raise EngineDeadError(f"The server can't run any request: {failure}")
         if self.generator is None or not health.is_ready:
             self.metrics.refused("loading")
             raise self._later(f"Not ready yet: {health.loading_text()}. GET /health shows how far it is.")

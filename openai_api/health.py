@@ -15,6 +15,11 @@ def never_old() -> float:
     return 0.0
 
 
+def no_failure() -> str | None:
+    """What a dead engine would say, before there is one."""
+    return None
+
+
 @dataclass(slots=True)
 class LoadPhase:
     """One phase of start-up. `total` is None while unknown."""
@@ -35,7 +40,8 @@ class Health:
     phases: list[LoadPhase] = field(default_factory=list)
     is_ready: bool = False  # a request can be served; stays True while draining
     is_draining: bool = False
-    failed_reason: str | None = None  # start-up failed, or the engine is dead: restart the process
+    failed_reason: str | None = None  # start-up failed: restart the process
+    engine_failure: Callable[[], str | None] = no_failure  # why the engine died, if it did
     heartbeat_age: Callable[[], float] = never_old  # seconds since the engine loop last showed life
     max_heartbeat_age_seconds: float = 60.0  # above the longest step
 
@@ -50,13 +56,18 @@ class Health:
             current.done, current.total, current.unit = done, total, unit
 
     @property
+    def failure(self) -> str | None:
+        """Why no request can be served until the process is restarted."""
+        return self.failed_reason or self.engine_failure()
+
+    @property
     def is_alive(self) -> bool:
-        return self.failed_reason is None and self.heartbeat_age() <= self.max_heartbeat_age_seconds
+        return self.failure is None and self.heartbeat_age() <= self.max_heartbeat_age_seconds
 
     @property
     def status(self) -> str:
         """One word: "failed", "loading", "draining", "stuck" or "ok"."""
-        if self.failed_reason is not None:
+        if self.failure is not None:
             return "failed"
         if not self.is_ready:
             return "loading"
@@ -67,8 +78,8 @@ class Health:
     def report(self) -> dict[str, Any]:
         """The body of a probe's answer."""
         body: dict[str, Any] = {"status": self.status}
-        if self.failed_reason is not None:
-            body["reason"] = self.failed_reason
+        if (failure := self.failure) is not None:
+            body["reason"] = failure
         elif not self.is_ready and self.phases:
             body["phase"] = self.phases[-1].name
             body["phases"] = [
@@ -109,7 +120,7 @@ class Probes:
 
     async def startupz(self, _http: Request) -> Response:
         """GET /startupz: 503 with the load phases until the model could serve for the first time."""
-        return self._answer(self._health.is_ready and self._health.failed_reason is None)
+        return self._answer(self._health.is_ready and self._health.failure is None)
 
     def _answer(self, is_good: bool) -> Response:
         body = msgspec.json.encode(self._health.report())

@@ -175,7 +175,8 @@ class Option(msgspec.Struct, frozen=True):
 def _options() -> tuple[Option, ...]:
     options = []
     for field in msgspec.structs.fields(Settings):
-        value_type, about = get_args(field.type)
+        base, *limits, about = get_args(field.type)  # nested Annotated types come flattened
+        value_type = Annotated[(base, *limits)] if limits else base
         unit = about.extra["unit"]
         options.append(
             Option(field.name, value_type, field.default, about.title, f"{about.description}", unit)

@@ -38,7 +38,7 @@ def _torch() -> Any:
 def make_checkpoint(
     directory: Path, kind: str = "llama", *, dtype: str = "float32", shard: str | None = None, **config: Any
 ) -> Path:
-    """Write a random model of `kind` ("llama" or "qwen3") with a tokenizer beside it. `config`: HF's fields.
+    """Write a random model of `kind` ("llama", "qwen3") with a tokenizer beside it. `config`: HF's fields.
 
     Norm weights are random too, so that a norm that is left out or done wrong changes the logits.
     """

@@ -86,7 +86,7 @@ class TextGenerator:
         return self._engine.max_model_len
 
     async def encode(self, text: str, field: str = "prompt") -> list[int]:
-        """Ids of a raw prompt, BOS first where the tokenizer adds it. Raises: RequestError naming `field`."""
+        """Ids of a raw prompt, with BOS if the tokenizer adds it. Raises: RequestError naming `field`."""
         _check_text(text, field)
         if len(text) < _LONG_TEXT:
             return self._tokenizer.encode_prompt(text)

@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def logits_in_steps(checkpoint: Checkpoint, ids: list[int], chunks: list[int]) -> NDArray[np.float32]:
-    """Logits after each step, where step i computes the next `chunks[i]` ids. Shapes: [len(chunks), vocab]."""
+    """Logits after steps that compute the next `chunks[i]` ids each. Shapes: [len(chunks), vocab]."""
     backend = CpuBackend()
     config = checkpoint.config
     decoder = Decoder(config, checkpoint.weights, backend, config.max_positions, NoProgress())

@@ -20,6 +20,10 @@ def dead() -> Health:
     return Health(is_ready=True, failed_reason="out of memory")
 
 
+def engine_dead() -> Health:
+    return Health(is_ready=True, engine_failure=lambda: "out of memory")
+
+
 def stuck() -> Health:
     return Health(is_ready=True, heartbeat_age=lambda: 61.0, max_heartbeat_age_seconds=60.0)
 
@@ -32,9 +36,10 @@ def stuck() -> Health:
         (loading(), [503, 200, 503, 503], "loading"),
         (Health(is_ready=True, is_draining=True), [503, 200, 503, 200], "draining"),
         (dead(), [503, 503, 503, 503], "failed"),
+        (engine_dead(), [503, 503, 503, 503], "failed"),
         (stuck(), [503, 503, 503, 200], "stuck"),
     ],
-    ids=["ok", "old-but-alive", "loading", "draining", "failed", "stuck"],
+    ids=["ok", "old-but-alive", "loading", "draining", "failed", "engine-dead", "stuck"],
 )
 async def test_what_each_probe_answers(health: Health, statuses: list[int], word: str) -> None:
     async with client_of(make_api(health=health)) as client:

@@ -1,0 +1,277 @@
+"""From HTTP to blocks: the real engine on a fake model, a real tokenizer, and all between."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from openai_api.api import Api
+from openai_api.health import Health
+from service.engine.batch import Batch
+from service.engine.engine import Engine
+from service.metrics import Metrics
+from service.model.checkpoint import TokenizerSpec
+from service.model.config import SamplingDefaults
+from service.text.chat_template import ChatTemplate
+from service.text.generation import TextGenerator
+from service.text.tokenizer import Tokenizer
+from tests.engine.fake_runner import VOCAB, FakeRunner
+from tests.openai_api.scripted import MODEL, events_of, make_app, post, served
+
+BLOCK = 4
+SPECIAL = ["<|im_end|>", "<|im_start|>"]
+LETTERS = "abcdefghijklmnopqrstuvwxyz .:?\n"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer() -> Tokenizer:
+    """As many ids as the fake model has: specials, letters, the parts of an emoji, pairs of letters."""
+    letter_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    texts = [letter_of(letter)[0][0] for letter in LETTERS]
+    parts = list(letter_of("\U0001fae0")[0][0])
+    tokens = [*SPECIAL, *texts, *parts]
+    merges = list(pairwise(texts))[: VOCAB - len(tokens)]
+    tokens += [first + second for first, second in merges]
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(SPECIAL)
+    return Tokenizer(
+        TokenizerSpec(tokenizer_json=raw.to_str(), chat_template=TEMPLATE, eos_token=SPECIAL[0])
+    )
+
+
+@dataclass(slots=True)
+class Whole:
+    api: Api
+    engine: Engine
+    runner: FakeRunner
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.api.metrics.gauges.num_used_blocks
+
+
+@asynccontextmanager
+async def whole_server(**options: Any) -> AsyncIterator[Whole]:
+    tokenizer, metrics = make_tokenizer(), Metrics()
+    runner = FakeRunner(256, BLOCK, 8)
+    engine = Engine(
+        runner,
+        num_blocks=256,
+        block_size=BLOCK,
+        max_model_len=options.pop("max_model_len", 200),
+        vocab_size=VOCAB,
+        eos_token_ids=(0,),
+        max_step_tokens=32,
+        max_running=8,
+        max_waiting=options.pop("max_waiting", 100),
+        observer=metrics,
+    )
+    generator = TextGenerator(engine, tokenizer, ChatTemplate(TEMPLATE, tokenizer), SamplingDefaults())
+    health = Health(is_ready=True, engine_failure=lambda: engine.failure)
+    await engine.start()
+    try:
+        yield Whole(Api([MODEL], generator, health, metrics), engine, runner)
+    finally:
+        await engine.stop()
+
+
+def chat(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 20, **fields}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let everybody run until something has happened."""
+    while not condition():  # noqa: ASYNC110  # what ends a request has no event, and needs none
+        await asyncio.sleep(0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    text=st.text("abcxyz .\n", min_size=1, max_size=12),
+    n=st.integers(1, 3),
+    stop=st.lists(st.text(LETTERS, min_size=1, max_size=2), max_size=2),
+    flags=st.fixed_dictionaries({"skip_special_tokens": st.booleans(), "ignore_eos": st.booleans()}),
+)
+async def test_a_stream_folds_to_the_plain_reply(
+    text: str, n: int, stop: list[str], flags: dict[str, bool]
+) -> None:
+    asked = chat(text, n=n, stop=stop, logprobs=True, top_logprobs=2, **flags)
+    async with whole_server() as server:
+        plain = (await post(server.api, "/v1/chat/completions", asked)).json()
+        streamed = {**asked, "stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last, _ = events_of(await post(server.api, "/v1/chat/completions", streamed))
+        num_used = server.num_used_blocks
+
+    assert [choice["index"] for choice in plain["choices"]] == list(range(n))
+    for choice in plain["choices"]:
+        own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(c["delta"].get("content", "") for c in own) == choice["message"]["content"]
+        entries = [entry for c in own if c["logprobs"] for entry in c["logprobs"]["content"]]
+        assert entries == ((choice["logprobs"] or {}).get("content") or [])
+        assert [c["finish_reason"] for c in own if c["finish_reason"]] == [choice["finish_reason"]]
+        assert not any(each in choice["message"]["content"] for each in stop)
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert last["usage"][name] == plain["usage"][name]
+    assert num_used == 0
+
+
+async def test_a_chat_is_the_completion_of_its_rendered_prompt() -> None:
+    rendered = "<|im_start|>user\nhi.<|im_end|>\n<|im_start|>assistant\n"
+    async with whole_server() as server:
+        as_chat = (await post(server.api, "/v1/chat/completions", chat("hi."))).json()
+        as_text = (await post(server.api, "/v1/completions", {"prompt": rendered, "max_tokens": 20})).json()
+
+    assert as_chat["usage"]["prompt_tokens"] == as_text["usage"]["prompt_tokens"]
+    assert as_chat["choices"][0]["message"]["content"] == as_text["choices"][0]["text"]
+    assert as_text["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("role", ["developer", "system"])
+async def test_a_developer_message_counts_as_a_system_one(role: str) -> None:
+    messages = [{"role": role, "content": "a b"}, {"role": "user", "content": "c"}]
+    async with whole_server() as server:
+        reply = await post(server.api, "/v1/chat/completions", {"messages": messages, "max_tokens": 9})
+        system = [{**messages[0], "role": "system"}, messages[1]]
+        same = await post(server.api, "/v1/chat/completions", {"messages": system, "max_tokens": 9})
+
+    assert reply.json()["choices"] == same.json()["choices"]
+    assert reply.json()["usage"]["prompt_tokens"] == same.json()["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_beyond_the_context_prompts_are_refused_and_limits_are_clamped(
+    path: str, is_stream: bool
+) -> None:
+    def asked(length: int, **fields: Any) -> dict[str, Any]:
+        prompt = {"prompt": [5] * length} if path == "/v1/completions" else chat("a?" * (length // 2))
+        return {**prompt, "stream": is_stream, **fields}
+
+    async with whole_server(max_model_len=64) as server:
+        refused = await post(server.api, path, asked(64))
+        seen = server.api.metrics.num_prefill_tokens, server.api.metrics.gauges.num_waiting
+        clamped = await post(server.api, path, asked(20, max_tokens=500, ignore_eos=True))
+
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert "64" in refused.json()["error"]["message"]
+    assert seen == (0, 0)
+    assert clamped.status_code == 200
+    assert clamped.headers["x-ignored-params"].startswith("max_tokens;clamped=")
+    last = events_of(clamped)[-2] if is_stream else clamped.json()
+    assert last["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"prompt": [VOCAB]}, "prompt"),
+        ({"prompt": [[1, 2], [3, 10**9]]}, "prompt[1]"),
+        ({"prompt": [1], "logit_bias": {"999999": 5}}, "logit_bias"),
+        ({"prompt": [1], "stop_token_ids": [10**9]}, "stop_token_ids"),
+    ],
+)
+async def test_ids_outside_the_vocabulary_are_refused(asked: dict[str, Any], param: str) -> None:
+    async with whole_server() as server:
+        reply = await post(server.api, "/v1/completions", asked)
+
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_failing_step_is_a_500_for_its_requests_and_the_next_one_is_served(
+    n: int, is_stream: bool
+) -> None:
+    async with whole_server() as server:
+
+        def fail(_batch: Batch) -> None:
+            server.runner.before_step = lambda _: None
+            raise ArithmeticError("not a number")
+
+        server.runner.before_step = fail
+        reply = await post(server.api, "/v1/chat/completions", chat("a", n=n, stream=is_stream))
+        after = await post(server.api, "/v1/chat/completions", chat("a"))
+
+    assert reply.status_code == 500
+    assert reply.json()["error"]["code"] == "generation_failed"
+    assert after.status_code == 200
+    assert server.num_used_blocks == 0
+
+
+@pytest.mark.timeout(30)
+async def test_clients_that_leave_free_their_blocks_and_are_counted() -> None:
+    async with whole_server() as server, served(server.api) as port:
+        server.runner.auto = False
+        writers = []
+        for i in range(16):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            body = json.dumps(chat("abc", stream=i % 2 == 0)).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+            writers.append(writer)
+        await until(lambda: server.engine.num_unfinished == 16)
+
+        for writer in writers:
+            writer.close()
+        await until(lambda: server.engine.num_unfinished == 0)
+        server.runner.auto = True
+        while server.runner.launched:
+            server.runner.settle()
+
+        after = await post(server.api, "/v1/chat/completions", chat("abc"))
+
+    metrics = server.api.metrics
+    assert after.status_code == 200
+    assert metrics.aborted_by_cause["client_gone"] == 16
+    assert (metrics.gauges.num_running, metrics.gauges.num_waiting, metrics.gauges.num_used_blocks) == (
+        0,
+        0,
+        0,
+    )
+
+
+@pytest.mark.timeout(30)
+async def test_beyond_the_queue_clients_are_told_to_come_back_and_the_others_are_served() -> None:
+    async with whole_server(max_waiting=4) as server:
+        server.runner.auto = False
+        transport = httpx.ASGITransport(make_app(server.api))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            sending = [
+                asyncio.create_task(
+                    client.post("/v1/chat/completions", json=chat("abc", stream=i % 2 == 0))
+                )
+                for i in range(40)
+            ]
+            await until(lambda: sum(task.done() for task in sending) >= 40 - 4 - 8)
+            refused = [task.result() for task in sending if task.done()]
+            probe = await client.get("/health")
+            server.runner.auto = True
+            while server.runner.launched:
+                server.runner.settle()
+            replies = await asyncio.gather(*sending)
+
+    assert {reply.status_code for reply in refused} == {503}
+    assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
+    assert {reply.json()["error"]["code"] for reply in refused} == {"server_is_overloaded"}
+    assert probe.status_code == 200
+    assert sum(reply.status_code == 200 for reply in replies) == len(replies) - len(refused)
+    assert server.api.metrics.refused_by_cause["queue_full"] == len(refused)
+    assert server.num_used_blocks == 0
