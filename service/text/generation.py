@@ -241,21 +241,21 @@ class TextGeneration:
             except GenerationError as error:
                 queue.put_nowait(error)
 
-        async with asyncio.TaskGroup() as tasks:
-            pumps = [tasks.create_task(pump(choice)) for choice in self._choices]
-            try:
-                num_open = len(pumps)
-                while num_open:
-                    item = await queue.get()
-                    if isinstance(item, GenerationError):
-                        raise item
-                    if item is None:
-                        num_open -= 1
-                    else:
-                        yield item
-            finally:
-                for task in pumps:
-                    task.cancel()
+        pumps = [asyncio.create_task(pump(choice)) for choice in self._choices]
+        num_open = len(pumps)
+        try:
+            while num_open:
+                item = await queue.get()
+                if isinstance(item, GenerationError):
+                    raise item
+                if item is None:
+                    num_open -= 1
+                else:
+                    yield item
+        finally:
+            for task in pumps:
+                task.cancel()
+            await asyncio.wait(pumps)
 
 
 class _Choice:

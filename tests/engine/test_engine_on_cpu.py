@@ -1,14 +1,13 @@
-"""The engine on the NumPy backend with a tiny real model: what a request gets does not depend on its company.
+"""The engine on the NumPy backend with a tiny real model: a request's ids do not depend on its company.
 
-BLAS sums one row in another order than the same row among many, so ids are compared up to the first near-tie
-(a margin below 1e-2 between the two most likely ids), as they would be on any two machines.
+BLAS sums one row in another order than the same row among many, so ids are compared up to the first
+near-tie (a margin below 1e-2 between the two most likely ids), as they would be on any two machines.
 """
 
 import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
