@@ -4,6 +4,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short bf16;  // bits of a bfloat16
 
+#define INFINITY __int_as_float(0x7f800000)  // NVRTC has no math.h
+
 #if __CUDA_ARCH__ >= 900
 #define HAS_PDL 1
 #else

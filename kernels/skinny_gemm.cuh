@@ -20,13 +20,13 @@ constexpr int PIECE = 16 * 64;  // weights of one stage of a warp
 constexpr int NUM_ROUNDS = (NUM_SLICES + WARPS - 1) / WARPS;
 constexpr int COLUMNS = 8 * NT;
 constexpr int PAIRS = 64 * NT;  // results of a tile, two to a thread
-constexpr int HELD = NUM_ROUNDS > 1 ? 16 : 1;  // tiles whose sums wait for the next round of slices
+constexpr int HELD = TILES > 15 * 128 ? 16 : TILES / 128 + 1;  // tiles whose sums wait for the next round of slices
 
 struct Shared {
   bf16 ring[WARPS][STAGES][PIECE];
   float partial[2][WARPS][NT][4][32];
   float square[NORM ? NUM_SLICES : 1][COLUMNS];
-  float held[NUM_ROUNDS > 1 ? HELD : 0][4][PAIRS];
+  float4 held[NUM_ROUNDS > 1 ? HELD * PAIRS : 1];
 };
 
 // Walks a block's tiles: in batches of HELD, all tiles of a batch once for every round of slices.
@@ -203,16 +203,13 @@ __device__ __forceinline__ void skinny_gemm(const bf16* __restrict__ x, const in
     if (pair < PAIRS) {
       PairSum total = {0.0f, 0.0f, 0.0f, 0.0f};
       if (NUM_ROUNDS > 1 && walk.round > 0) {
-        float(&held)[4][PAIRS] = shared.held[walk.index];
-        total = {held[0][pair], held[1][pair], held[2][pair], held[3][pair]};
+        const float4 held = shared.held[walk.index * PAIRS + pair];
+        total = {held.x, held.y, held.z, held.w};
       }
       total.add_round(shared.partial[buffer], walk.round, pair);
       if (walk.round + 1 < NUM_ROUNDS) {
-        float(&held)[4][PAIRS] = shared.held[walk.index];
-        held[0][pair] = total.low_quarter;
-        held[1][pair] = total.high_quarter;
-        held[2][pair] = total.low;
-        held[3][pair] = total.high;
+        shared.held[walk.index * PAIRS + pair] =
+            make_float4(total.low_quarter, total.high_quarter, total.low, total.high);
       } else if (n < rows) {
         if (NORM && walk.index == 0 && walk.batch == 0) scale = inverse_rms(shared, n, eps);
         finish(epilogue, walk.tile(), r, n, total.low * scale, total.high * scale);

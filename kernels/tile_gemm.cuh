@@ -15,7 +15,7 @@ constexpr int TILE_STAGES = 4;
 constexpr int WARP_M = MB / 2, WARP_N = NB / 4;  // eight warps, 2 x 4
 constexpr int MT = WARP_M / 16, NTILES = WARP_N / 8;
 constexpr int STAGE_BYTES = (MB + NB) * 128;
-constexpr bool IS_CLUSTER = QUARTERS > 1 && HAS_PDL;
+
 constexpr int SUM_STRIDE = NB + 1;
 
 __device__ __forceinline__ void copy_weights(u32 target, const bf16* __restrict__ weight, int column) {
@@ -124,7 +124,7 @@ __device__ __forceinline__ void finish_scaled(const Epilogue& epilogue, const fl
   finish(epilogue, tile, r, n, low * scale, high * scale);
 }
 
-#if HAS_PDL
+#if QUARTERS > 1 && HAS_PDL
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
@@ -177,16 +177,15 @@ __device__ __forceinline__ void tile_gemm(const bf16* __restrict__ x, int rows, 
                                           const float* __restrict__ scales, const Epilogue& epilogue) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   const u32 ring = shared_address(shared_bytes);
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   bool has_waited = false;
   float total[MT][NTILES][4] = {};
 #if HAS_PDL
-  const int first = IS_CLUSTER ? blockIdx.z * PER_QUARTER : 0;
+  const int first = blockIdx.z * PER_QUARTER;
   sum_quarter(total, x, rows, weight, ring, first, min(first + PER_QUARTER, NUM_SLICES), has_waited);
-  if (IS_CLUSTER) {
-    finish_cluster(total, shared_bytes, epilogue, scales, rows);
-    return;
-  }
+#if QUARTERS > 1
+  finish_cluster(total, shared_bytes, epilogue, scales, rows);
+  return;
+#endif
 #else
   for (int quarter = 0; quarter < QUARTERS; ++quarter) {
     float sum[MT][NTILES][4] = {};
@@ -195,6 +194,8 @@ __device__ __forceinline__ void tile_gemm(const bf16* __restrict__ x, int rows, 
     for (int i = 0; i < MT * NTILES * 4; ++i) (&total[0][0][0])[i] += (&sum[0][0][0])[i];
   }
 #endif
+#if QUARTERS == 1 || !HAS_PDL
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
   for (int m = 0; m < MT; ++m) {
     const int tile = blockIdx.x * (MB / 16) + (warp & 1) * MT + m;
@@ -205,4 +206,5 @@ __device__ __forceinline__ void tile_gemm(const bf16* __restrict__ x, int rows, 
       finish_scaled(epilogue, scales, rows, tile, lane >> 2, row + 1, total[m][n][1], total[m][n][3]);
     }
   }
+#endif
 }

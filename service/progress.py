@@ -1,13 +1,19 @@
-"""How loading tells what it does."""
+"""How loading tells what it does: bars on a terminal, plain lines elsewhere."""
 
-from typing import Protocol
+import sys
+from time import monotonic
+from typing import Protocol, TextIO
+
+from tqdm import tqdm
+
+_LINE_SECONDS = 5.0  # at most one plain line in this time
 
 
 class Progress(Protocol):
-    """Told by whatever takes long."""
+    """Told by whatever takes long. May be called from any one thread at a time."""
 
     def phase(self, name: str) -> None:
-        """A new phase begins."""
+        """A new phase begins; the one before it is over."""
 
     def update(self, done: int, total: int | None, unit: str) -> None:
         """So much of the phase is done; total None: nobody knows how much there is."""
@@ -18,3 +24,57 @@ class NoProgress:
 
     def phase(self, name: str) -> None: ...
     def update(self, done: int, total: int | None, unit: str) -> None: ...
+
+
+class Fanout:
+    """Tells several."""
+
+    def __init__(self, *listeners: Progress) -> None:
+        self._listeners = listeners
+
+    def phase(self, name: str) -> None:
+        for listener in self._listeners:
+            listener.phase(name)
+
+    def update(self, done: int, total: int | None, unit: str) -> None:
+        for listener in self._listeners:
+            listener.update(done, total, unit)
+
+
+class TerminalProgress:
+    """A bar a phase, on a terminal; elsewhere a line a phase, and one every few seconds while it lasts."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._name = ""
+        self._bar: tqdm[None] | None = None
+        self._told_at = 0.0
+
+    def phase(self, name: str) -> None:
+        self.close()
+        self._name = name
+        self._told_at = monotonic()
+        print(f"{name} ...", file=self._stream, flush=True)
+
+    def update(self, done: int, total: int | None, unit: str) -> None:
+        if self._stream.isatty():
+            if self._bar is None:
+                self._bar = tqdm(
+                    total=total,
+                    unit=f" {unit}",
+                    unit_scale=unit == "bytes",
+                    desc=self._name,
+                    file=self._stream,
+                    leave=False,
+                )
+            self._bar.update(done - self._bar.n)
+        elif monotonic() - self._told_at >= _LINE_SECONDS:
+            self._told_at = monotonic()
+            of_total = f" of {total}" if total else ""
+            print(f"{self._name}: {done}{of_total} {unit}", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

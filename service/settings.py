@@ -119,7 +119,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     max_step_tokens: Annotated[
         Count | None,
-        _about("engine", "token budget of a step; unset: 512 on a CPU, 2048 on a GPU", "tokens"),
+        _about("engine", "token budget of a step; unset: 256 on a CPU, 2048 on a GPU", "tokens"),
     ] = None
     max_waiting: Annotated[
         Annotated[int, Meta(ge=1)], _about("engine", "requests that may wait; more are refused with 503")

@@ -82,6 +82,7 @@ def build_engine(
         max_step_tokens=plan.max_step_tokens,
         max_running=plan.max_running,
         max_waiting=settings.max_waiting,
+        numerics=f"cpu-{np.dtype(dtype).name}",
         prefix_cache=settings.prefix_cache,
         observer=observer,
     )

@@ -75,11 +75,13 @@ class Engine:
         max_step_tokens: int,
         max_running: int,
         max_waiting: int,
+        numerics: str = "",
         prefix_cache: bool = True,
         observer: EngineObserver | None = None,
     ) -> None:
         self.max_model_len = min(max_model_len, num_blocks * block_size)
         self.vocab_size = vocab_size
+        self.numerics = numerics  # device and number formats: what decides the last bits of an answer
         self.failure: str | None = None
         self.pool = BlockPool(num_blocks, block_size)
         self._prefix_cache = PrefixCache(self.pool) if prefix_cache else None
@@ -95,6 +97,8 @@ class Engine:
         self._drain_rate = DrainRate()
         self._is_draining = False
         self._work_arrived = asyncio.Event()
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
         self._beat_at: float | None = None  # None: asleep, nothing to do
         self._task: asyncio.Task[None] | None = None
 
@@ -117,6 +121,10 @@ class Engine:
     @property
     def num_unfinished(self) -> int:
         return len(self._streams)
+
+    async def until_empty(self) -> None:
+        """Wait until no request is left."""
+        await self._is_empty.wait()
 
     def heartbeat_age(self) -> float:
         """Seconds since the loop last came round; 0 while it has nothing to do."""
@@ -146,6 +154,7 @@ class Engine:
             salt=salt,
         )
         stream = self._streams[request.arrival] = Stream(self, request)
+        self._is_empty.clear()
         self.scheduler.add(request)
         self._work_arrived.set()
         return stream
@@ -291,6 +300,8 @@ class Engine:
     def _end(self, request: Request, output: Output, reason: str) -> None:
         """Finish a request and tell its stream and the observer."""
         stream = self._streams.pop(request.arrival)
+        if not self._streams:
+            self._is_empty.set()
         self.scheduler.finish(request)
         stream.put(output)
         now = monotonic()

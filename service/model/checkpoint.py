@@ -1,6 +1,5 @@
 """Opens a model: reads headers and metadata, checks everything, and takes no memory yet."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -21,8 +20,7 @@ class TokenizerSpec(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens: tuple[str, ...] = ()
 
 
-@dataclass(slots=True, frozen=True)
-class Checkpoint:
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """A model that is known to be whole."""
 
     path: Path

@@ -37,7 +37,7 @@ def open_directory(directory: Path) -> Checkpoint:
         path=directory,
         config=config,
         sampling_defaults=parse_sampling_defaults(generation),
-        tokenizer=_tokenizer(directory),
+        tokenizer=read_tokenizer(directory),
         weights=NamedWeights(config, tensor),
         num_parameters=num_parameters,
         fingerprint=_fingerprint(raw, files),
@@ -68,8 +68,13 @@ def _weight_files(directory: Path) -> list[Path]:
     raise ModelError(f"{directory}: there is neither model.safetensors nor {_INDEX}.")
 
 
-def _tokenizer(directory: Path) -> TokenizerSpec:
-    path = directory / "tokenizer.json"
+def read_tokenizer(location: Path) -> TokenizerSpec:
+    """The tokenizer in a model's directory, or of a tokenizer.json with its companions beside it.
+
+    Raises: ModelError, naming the file that is missing or damaged.
+    """
+    directory = location if location.is_dir() else location.parent
+    path = directory / "tokenizer.json" if location.is_dir() else location
     if not path.is_file():
         raise ModelError(f"{path} is missing: the tokenizer is needed in the format of `tokenizers`.")
     config = _read_json(directory / "tokenizer_config.json", optional=True)

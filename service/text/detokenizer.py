@@ -5,6 +5,7 @@ import codecs
 from service.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
+_MAX_HELD_IDS = 16  # a character has at most 4 bytes; what stays incomplete longer is no character
 
 
 class Detokenizer:
@@ -12,7 +13,8 @@ class Detokenizer:
 
     With a byte-level tokenizer a token is a fixed run of bytes, and characters are complete when UTF-8 says
     so. With any other the text of a token depends on its neighbours: a short window of ids is decoded with
-    and without the new one, and the difference is held back while it ends in an incomplete character.
+    and without the new one, and the difference is held back while it ends in half a character. There, bytes
+    that are not UTF-8 may come out as more or fewer U+FFFD than all ids at once would give.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -22,13 +24,6 @@ class Detokenizer:
         self._window: list[int] = []  # ids; the first `_num_read` are already in the text
         self._num_read = 0
 
-    @property
-    def is_incomplete(self) -> bool:
-        """Whether ids are held back because their last character is not whole."""
-        if self._tokenizer.is_byte_level:
-            return bool(self._utf8.getstate()[0])
-        return self._num_read < len(self._window)
-
     def push(self, token_id: int) -> str:
         """Text that is certain with one more id; may be empty."""
         if self._skip_special and token_id in self._tokenizer.special_ids:
@@ -37,9 +32,11 @@ class Detokenizer:
             return self._utf8.decode(self._tokenizer.token_bytes(token_id))
         self._window.append(token_id)
         known, text = self._decode_window()
-        if text.endswith(_REPLACEMENT):
+        num_held = len(self._window) - self._num_read
+        if (text.endswith(_REPLACEMENT) and num_held < _MAX_HELD_IDS) or len(text) < len(known):
             return ""
-        self._window = self._window[self._num_read :]
+        if len(text) > len(known):  # else the next id would be decoded without the text before it
+            self._window = self._window[self._num_read :]
         self._num_read = len(self._window)
         return text[len(known) :]
 

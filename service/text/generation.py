@@ -2,20 +2,23 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 import msgspec
 
 from service.engine.interface import EngineClient, OutputStream
 from service.engine.request import FinishReason, Output, SamplingParams, TokenLogprobs
-from service.errors import ContextLengthError, GenerationError, RequestError
+from service.errors import ContextLengthError, GenerationError, PhotonError, RequestError
 from service.model.config import SamplingDefaults
 from service.text.chat_template import ChatTemplate
-from service.text.detokenizer import Detokenizer
-from service.text.stop_strings import StopStrings
+from service.text.choice_text import ChoiceText
 from service.text.tokenizer import Tokenizer
 
-_LONG_TEXT = 4_000  # characters; encoding more is done off the event loop
+_LONG_TEXT = (
+    2_000  # characters; encoding more than about 3,000 takes a millisecond, so it is done in a thread
+)
+
+_StopReasons = dict[int, int | str]  # by stop token id: the id, or the stop string that it stands for
 
 
 class Delta(msgspec.Struct, kw_only=True):
@@ -66,6 +69,15 @@ class Generation(Protocol):
     async def aclose(self, cause: str = "client_gone") -> None: ...
 
 
+class ChatOptions(TypedDict, total=False):
+    """Options of encode_chat; see ChatTemplate.encode."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    template_kwargs: Mapping[str, Any] | None
+
+
 class TextGenerator:
     """Text in, text out: everything between the API and the engine."""
 
@@ -86,52 +98,42 @@ class TextGenerator:
         return self._engine.max_model_len
 
     async def encode(self, text: str, field: str = "prompt") -> list[int]:
-        """Ids of a raw prompt, with BOS if the tokenizer adds it. Raises: RequestError naming `field`."""
-        _check_text(text, field)
+        """Ids of a raw prompt, with BOS if the tokenizer adds it."""
         if len(text) < _LONG_TEXT:
             return self._tokenizer.encode_prompt(text)
         return await asyncio.to_thread(self._tokenizer.encode_prompt, text)
 
     async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
     ) -> list[int]:
         """Ids of a chat. Raises: RequestError (no template, or it refuses the messages)."""
-        template = self._template
-        if template is None:
+        _, ids = await self.render_chat(messages, **options)
+        return ids
+
+    async def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
+    ) -> tuple[str, list[int]]:
+        """The prompt of a chat as text and ids. Raises: as `encode_chat`."""
+        if self._template is None:
             raise RequestError(
-                "This model has no chat template; send a prompt to /v1/completions instead.",
+                "This model has no chat template. Send a prompt to /v1/completions instead, or put a "
+                "chat_template.jinja into the model's directory.",
                 field="messages",
             )
-
-        def encode() -> list[int]:
-            _, ids = template.encode(
-                messages,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                template_kwargs=template_kwargs,
-            )
-            return ids
-
-        length = sum(len(str(message.get("content") or "")) for message in messages)
-        if length < _LONG_TEXT and not tools:
-            return encode()
-        return await asyncio.to_thread(encode)
+        num_chars = sum(100 + len(str(message.get("content") or "")) for message in messages)
+        if num_chars < _LONG_TEXT and not options.get("tools"):
+            return self._template.encode(messages, **options)
+        return await asyncio.to_thread(self._template.encode, messages, **options)
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
-        """Raises: RequestError if an id is none of the tokenizer's."""
+        """Raises: RequestError if an id is none of the model's."""
         limit = self._engine.vocab_size
-        for token_id in ids:
-            if not 0 <= token_id < limit:
-                raise RequestError(
-                    f"The token id {token_id} does not exist: ids go from 0 to {limit - 1}.", field=field
-                )
+        if not ids or (min(ids) >= 0 and max(ids) < limit):  # in C, unlike a loop
+            return
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < limit)
+        raise RequestError(
+            f"{field}: the token id {wrong} does not exist; ids go from 0 to {limit - 1}.", field=field
+        )
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
         """A token as text (U+FFFD for parts of characters) and as its exact bytes."""
@@ -146,12 +148,13 @@ class TextGenerator:
         Raises: ContextLengthError, RequestError, OverloadedError, EngineDeadError.
         """
         self._check(prompt_ids, params)
+        stop_reasons = self._stop_reasons(params)
         room = self.max_model_len - len(prompt_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         streams: list[OutputStream] = []
         try:
             for choice in range(params.n):
-                sampling = self._sampling(params, max_tokens, choice)
+                sampling = self._sampling(params, max_tokens, choice, tuple(stop_reasons))
                 name = request_id if params.n == 1 else f"{request_id}-{choice}"
                 streams.append(
                     await self._engine.submit(
@@ -162,22 +165,56 @@ class TextGenerator:
             for stream in streams:
                 await stream.close("error")
             raise
-        choices = [_Choice(index, stream, self._tokenizer, params) for index, stream in enumerate(streams)]
+        choices = [
+            _Choice(index, stream, self._text_of(params), stop_reasons)
+            for index, stream in enumerate(streams)
+        ]
         is_clamped = params.max_tokens is not None and params.max_tokens > room
         return TextGeneration(choices, len(prompt_ids), max_tokens, is_clamped)
 
     def _check(self, prompt_ids: list[int], params: GenerationParams) -> None:
+        if not prompt_ids:
+            raise RequestError("The prompt is empty; give at least one token.", field="prompt")
+        if params.max_tokens is not None and params.max_tokens < 1:
+            raise RequestError(
+                f"max_tokens is {params.max_tokens}; ask for at least one.", field="max_tokens"
+            )
         if len(prompt_ids) >= self.max_model_len:
-            asked = "" if params.max_tokens is None else f" and asked for {params.max_tokens} more"
+            asked = "" if params.max_tokens is None else f", and {params.max_tokens} more were asked for"
             raise ContextLengthError(
-                f"This model's context is {self.max_model_len} tokens, prompt and reply together, but your "
-                f"prompt has {len(prompt_ids)} tokens{asked}. Shorten it.",
+                f"This model's maximum context length is {self.max_model_len} tokens, prompt and reply "
+                f"together. However, the prompt has {len(prompt_ids)} tokens{asked}. Shorten the prompt.",
                 field="prompt",
             )
+        self.check_ids(prompt_ids, "prompt")
         self.check_ids(params.stop_token_ids, "stop_token_ids")
         self.check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias")
 
-    def _sampling(self, params: GenerationParams, max_tokens: int, choice: int) -> SamplingParams:
+    def _stop_reasons(self, params: GenerationParams) -> "_StopReasons":
+        """What to report for each stop token id.
+
+        A stop string that is the text of a control token, which no text shows, ends by the token's id.
+        """
+        reasons: _StopReasons = {token_id: token_id for token_id in params.stop_token_ids}
+        if params.skip_special_tokens:
+            for stop in params.stop:
+                token_id = self._tokenizer.control_id(stop)
+                if token_id is not None and token_id < self._engine.vocab_size:
+                    reasons.setdefault(token_id, stop)
+        return reasons
+
+    def _text_of(self, params: GenerationParams) -> ChoiceText:
+        return ChoiceText(
+            self._tokenizer,
+            stops=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+
+    def _sampling(
+        self, params: GenerationParams, max_tokens: int, choice: int, stop_token_ids: tuple[int, ...]
+    ) -> SamplingParams:
         def chosen(name: str, fallback: float) -> Any:
             asked, recommended = getattr(params, name), getattr(self._defaults, name)
             return asked if asked is not None else recommended if recommended is not None else fallback
@@ -195,14 +232,14 @@ class TextGenerator:
             frequency_penalty=params.frequency_penalty,
             logit_bias=params.logit_bias,
             min_tokens=min(params.min_tokens, max_tokens),
-            stop_token_ids=params.stop_token_ids,
+            stop_token_ids=stop_token_ids,
             ignore_eos=params.ignore_eos,
             logprobs=params.logprobs,
         )
 
 
 class TextGeneration:
-    """The running choices of one request. Implements Generation."""
+    """The running choices of one request. Implements Generation; iterate it once."""
 
     def __init__(
         self, choices: "list[_Choice]", num_prompt_tokens: int, max_tokens: int, is_clamped: bool
@@ -213,7 +250,10 @@ class TextGeneration:
         self.is_clamped = is_clamped
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Deltas of all choices as they come. Raises: GenerationError; the other choices are ended then."""
+        """Deltas of all choices as they come.
+
+        Raises: GenerationError, EngineDeadError; the other choices are ended then.
+        """
         try:
             if len(self._choices) == 1:
                 async for delta in self._choices[0].deltas():
@@ -221,24 +261,24 @@ class TextGeneration:
             else:
                 async for delta in self._merged():
                     yield delta
-        except GenerationError:
+        except PhotonError:
             await self.aclose("error")
             raise
 
     async def aclose(self, cause: str = "client_gone") -> None:
-        """Cancel what is left; idempotent."""
+        """Cancel what is left; idempotent. Whoever still waits for deltas gets no more."""
         for choice in self._choices:
             await choice.stream.close(cause)
 
     async def _merged(self) -> AsyncIterator[Delta]:
-        queue: asyncio.Queue[Delta | GenerationError | None] = asyncio.Queue()
+        queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
 
         async def pump(choice: "_Choice") -> None:
             try:
                 async for delta in choice.deltas():
                     queue.put_nowait(delta)
                 queue.put_nowait(None)
-            except GenerationError as error:
+            except Exception as error:  # raised again by whoever reads the queue
                 queue.put_nowait(error)
 
         pumps = [asyncio.create_task(pump(choice)) for choice in self._choices]
@@ -246,7 +286,7 @@ class TextGeneration:
         try:
             while num_open:
                 item = await queue.get()
-                if isinstance(item, GenerationError):
+                if isinstance(item, Exception):
                     raise item
                 if item is None:
                     num_open -= 1
@@ -255,84 +295,53 @@ class TextGeneration:
         finally:
             for task in pumps:
                 task.cancel()
-            await asyncio.wait(pumps)
 
 
 class _Choice:
-    """One choice: its ids on the way to text."""
+    """One choice: its outputs on the way to deltas."""
 
     def __init__(
-        self, index: int, stream: OutputStream, tokenizer: Tokenizer, params: GenerationParams
+        self, index: int, stream: OutputStream, text: ChoiceText, stop_reasons: _StopReasons
     ) -> None:
         self.stream = stream
         self._index = index
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
-        self._stops = StopStrings(params.stop, include_stop=params.include_stop_str_in_output)
-        self._num_decoded = 0  # characters out of the detokenizer
-        self._num_emitted = 0  # characters let through
-        self._held_logprobs: list[tuple[int, TokenLogprobs]] = []  # (where the token's text begins, ...)
+        self._text = text
+        self._stop_reasons = stop_reasons
 
     async def deltas(self) -> AsyncIterator[Delta]:
         async for output in self.stream:
             if output.finish_reason is FinishReason.ERROR:
                 raise GenerationError(output.error or "The request failed.")
+            if output.finish_reason is FinishReason.CANCELLED:
+                return
             delta = self._read(output)
-            if self._stops.matched is not None:
+            if self._text.matched is not None:
                 await self.stream.close("stop_string")
                 yield delta
-                return
-            if output.finish_reason is FinishReason.CANCELLED:
                 return
             if delta.text or delta.token_ids or delta.finish_reason:
                 yield delta
 
     def _read(self, output: Output) -> Delta:
+        text = self._text
         delta = Delta(
             index=self._index, token_ids=output.token_ids, num_cached_tokens=output.num_cached_tokens
         )
-        for position, token_id in enumerate(output.token_ids):
-            is_ending = output.stop_token_id is not None and position == len(output.token_ids) - 1
-            if is_ending:
-                break  # the EOS or stop token is no part of the text, nor of the logprobs
-            if output.logprobs:
-                self._held_logprobs.append((self._num_decoded, output.logprobs[position]))
-            delta.text += self._let_through(self._detokenizer.push(token_id))
-            if self._stops.matched is not None:
-                delta.token_ids = output.token_ids[: position + 1]
+        # the EOS or stop token that ends a choice is no part of the text, nor of the logprobs
+        num_shown = len(output.token_ids) - (output.stop_token_id is not None)
+        pieces = []
+        for i in range(num_shown):
+            pieces.append(text.push(output.token_ids[i], output.logprobs[i] if output.logprobs else None))
+            if text.matched is not None:
+                delta.token_ids = output.token_ids[: i + 1]
                 break
-        if output.finish_reason is not None and self._stops.matched is None:
-            delta.text += self._let_through(self._detokenizer.flush())
-            if self._stops.matched is None:
-                delta.text += self._count(self._stops.flush())
+        if output.finish_reason is not None and text.matched is None:
+            pieces.append(text.flush())
             delta.finish_reason = output.finish_reason.value
-            delta.stop_reason = output.stop_token_id
-        if self._stops.matched is not None:
-            delta.finish_reason, delta.stop_reason = "stop", self._stops.matched
-        delta.logprobs = self._logprobs_of_emitted_text(is_last=delta.finish_reason is not None)
+            if output.stop_token_id is not None:
+                delta.stop_reason = self._stop_reasons.get(output.stop_token_id)
+        if text.matched is not None:
+            delta.finish_reason, delta.stop_reason = "stop", text.matched
+        delta.text = "".join(pieces)
+        delta.logprobs = text.take_logprobs(is_last=delta.finish_reason is not None)
         return delta
-
-    def _let_through(self, text: str) -> str:
-        self._num_decoded += len(text)
-        return self._count(self._stops.feed(text))
-
-    def _count(self, text: str) -> str:
-        self._num_emitted += len(text)
-        return text
-
-    def _logprobs_of_emitted_text(self, is_last: bool) -> list[TokenLogprobs]:
-        """Of tokens whose text begins in what is let through; at the end also of those without text."""
-        edge = self._num_emitted
-        if is_last and self._stops.matched is None:
-            edge += 1  # nothing is held back any more
-        ready = [entry for begin, entry in self._held_logprobs if begin < edge]
-        self._held_logprobs = [held for held in self._held_logprobs if held[0] >= edge]
-        return ready
-
-
-def _check_text(text: str, field: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RequestError(
-            "The text holds half of a surrogate pair, which is no character.", field=field
-        ) from None

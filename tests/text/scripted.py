@@ -54,7 +54,9 @@ class ScriptedStream:
             if isinstance(item, asyncio.Event):
                 continue
             output = (
-                item if isinstance(item, Output) else self._output([item] if type(item) is int else item)
+                item
+                if isinstance(item, Output)
+                else self._output([item] if isinstance(item, int) else item)
             )
             self._submission.is_over = output.finish_reason is not None
             yield output

@@ -1,0 +1,69 @@
+// qkv_rope_cache: RMSNorm, the QKV projection, RoPE and the write of K and V to the paged cache, for the rows
+// of a decode step. Where heads of q and k are normed (RAW), it leaves the projection to rope_cache.
+//
+// A tile of 16 weight rows is 8 of a head's first half and their partners of the second half.
+//
+// Launch    NT > 0: skinny_gemm.cuh, which norms too; NT = 0: tile_gemm.cuh, after rms_norm
+// Layout    x [rows, K]; weight [(HEADS + 2 KV_HEADS) HEAD_DIM, K]: bfloat16; bias float32 or null; rope.cuh;
+//           raw bfloat16 [rows, (HEADS + 2 KV_HEADS) HEAD_DIM], written where RAW is 1
+// Defines   K, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, RAW, TILES, QUARTERS, NORM = 1, NT, and MB, NB where NT is 0
+// Traffic   the weight once
+// Numerics  as gate_up_silu.cu; rotation in float32
+// Checked   tests/gpu/test_qkv_rope_cache.py against service/tensor/cpu/qkv_rope_cache.py
+
+#include "common.cuh"
+#include "mma.cuh"
+#include "slices.cuh"
+#include "rope.cuh"
+
+constexpr int HALF_DIM = HEAD_DIM / 2, HEAD_TILES = HEAD_DIM / 16;
+static_assert(HEAD_DIM % 16 == 0, "a tile never spans two heads");
+
+struct Epilogue {
+  const float* bias;
+  RopeTargets to;
+  bf16* raw;
+};
+
+__device__ __forceinline__ long long weight_row(int tile, int r) {
+  return static_cast<long long>(tile / HEAD_TILES) * HEAD_DIM + tile % HEAD_TILES * 8 + (r & 7) + (r >> 3) * HALF_DIM;
+}
+
+__device__ __forceinline__ void finish(const Epilogue& out, int tile, int r, int n, float low, float high) {
+  const int head = tile / HEAD_TILES, j = tile % HEAD_TILES * 8 + r;
+  if (out.bias != nullptr) {
+    low += out.bias[head * HEAD_DIM + j];
+    high += out.bias[head * HEAD_DIM + j + HALF_DIM];
+  }
+#if RAW
+  bf16* target = out.raw + (static_cast<long long>(n) * (HEADS + 2 * KV_HEADS) + head) * HEAD_DIM + j;
+  target[0] = float_to_bf16(low);
+  target[HALF_DIM] = float_to_bf16(high);
+#else
+  store_rotated(out.to, n, head, j, low, high);
+#endif
+}
+
+#if NT > 0
+#include "skinny_gemm.cuh"
+
+extern "C" __global__ __launch_bounds__(512, NT <= 2 ? 2 : 1)
+void qkv_rope_cache(const bf16* __restrict__ x, int rows, const bf16* __restrict__ weight,
+                    const float* __restrict__ norm, float eps, const float* __restrict__ bias,
+                    const float* __restrict__ rope, const int* __restrict__ positions,
+                    const int* __restrict__ slots, bf16* q, bf16* keys, bf16* values, bf16* raw) {
+  const Epilogue epilogue{bias, {rope, positions, slots, q, keys, values}, raw};
+  skinny_gemm(x, nullptr, rows, weight, norm, eps, epilogue);
+}
+#else
+#include "tile_gemm.cuh"
+
+extern "C" __global__ __launch_bounds__(256, 1)
+void qkv_rope_cache(const bf16* __restrict__ x, int rows, const bf16* __restrict__ weight,
+                    const float* __restrict__ scales, const float* __restrict__ bias,
+                    const float* __restrict__ rope, const int* __restrict__ positions,
+                    const int* __restrict__ slots, bf16* q, bf16* keys, bf16* values, bf16* raw) {
+  const Epilogue epilogue{bias, {rope, positions, slots, q, keys, values}, raw};
+  tile_gemm(x, rows, weight, scales, epilogue);
+}
+#endif

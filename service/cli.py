@@ -1,0 +1,95 @@
+"""`photoninfer serve`, `pull`, `bench`: arguments -> Settings -> one call."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from service import __version__
+from service.errors import PhotonError, SettingsError
+from service.options import default_text, help_text
+from service.settings import OPTIONS, Settings, load_settings, set_thread_count
+
+_COMMANDS = {
+    "serve": "serve a model over HTTP (the default model if none is named)",
+    "pull": "download a model and prepare it, so that the next start is quick",
+    "bench": "measure this machine: decode, prefill, start-up, over HTTP; JSON on standard output",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Exit codes: 0, 1 (failed, with one line why), 2 (wrong usage)."""
+    given = vars(_parser().parse_args(arguments))
+    command = given.pop("command")
+    try:
+        settings = load_settings(given)
+    except SettingsError as error:
+        print(f"photoninfer: {error}", file=sys.stderr)
+        return 2
+    set_thread_count(settings)  # before anything imports NumPy, hence the imports further down
+    try:
+        return {"serve": _serve, "pull": _pull, "bench": _bench}[command](settings, given)
+    except PhotonError as error:
+        print(f"photoninfer: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(settings: Settings, given: dict[str, object]) -> int:
+    from service.app import serve
+    from service.logs import set_up_logs
+
+    set_up_logs(settings)
+    return serve(settings)
+
+
+def _pull(settings: Settings, given: dict[str, object]) -> int:
+    from service.model.locate import find_model
+    from service.progress import TerminalProgress
+
+    progress = TerminalProgress()
+    checkpoint = find_model(settings, progress)
+    progress.close()
+    print(checkpoint.path)
+    return 0
+
+
+def _bench(settings: Settings, given: dict[str, object]) -> int:
+    from service.bench import run_bench
+
+    return run_bench(settings, str(given["url"]) if given["url"] else None)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="photoninfer",
+        description="OpenAI-compatible inference server for Llama 3 and Qwen3.",
+        epilog="Every option is also a variable PHOTON_<NAME> and a key of the TOML file given by --config. "
+        "Order: flag, PHOTON_ variable, PORT (for the port), file, default.",
+    )
+    parser.add_argument("--version", action="version", version=f"photoninfer {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text, epilog=parser.epilog)
+        _add_options(command)
+        if name == "bench":
+            command.add_argument("--url", help="measure a running server instead, such as http://host:5728")
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for option in OPTIONS:
+        group = groups.get(option.group) or groups.setdefault(
+            option.group, parser.add_argument_group(option.group)
+        )
+        text = f"{help_text(option)} (default: {default_text(option)})".replace("%", "%%")
+        if option.is_bool:
+            group.add_argument(option.flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        elif option.is_list:
+            group.add_argument(option.flag, action="append", metavar="NAME", help=text)
+        else:
+            group.add_argument(
+                option.flag, metavar=option.flag.strip("-").split("-")[-1].upper(), help=text
+            )

@@ -1,0 +1,54 @@
+"""From what a user calls a model to an opened checkpoint."""
+
+from pathlib import Path
+
+import msgspec
+
+from service.errors import ModelError
+from service.model.checkpoint import Checkpoint, open_checkpoint
+from service.model.default_model import fetch_default_model
+from service.model.hub import fetch_from_hub, is_hub_name
+from service.model.huggingface import read_tokenizer
+from service.model.weight_cache import open_gguf_cached
+from service.progress import Progress
+from service.settings import Settings, read_hf_token
+
+
+def find_model(settings: Settings, progress: Progress) -> Checkpoint:
+    """Fetch the model if it is not here, and open it.
+
+    A path that exists goes before a name on the hub.
+    Raises: ModelError and its kinds.
+    """
+    path = fetch_model(settings, progress)
+    progress.phase(f"opening {path.name}")
+    if path.is_file() and path.suffix == ".gguf" and settings.weight_cache:
+        checkpoint = open_gguf_cached(path, settings.cache_path)
+    else:
+        checkpoint = open_checkpoint(path)
+    if settings.tokenizer is None:
+        return checkpoint
+    return msgspec.structs.replace(
+        checkpoint, tokenizer=read_tokenizer(Path(settings.tokenizer).expanduser())
+    )
+
+
+def fetch_model(settings: Settings, progress: Progress) -> Path:
+    """The model's file or folder on this machine. Raises: DownloadError, ModelError."""
+    if settings.model is None:
+        return fetch_default_model(settings.cache_path, progress, settings.offline)
+    path = Path(settings.model).expanduser()
+    if path.exists():
+        return path
+    if is_hub_name(settings.model):
+        return fetch_from_hub(
+            settings.model,
+            revision=settings.revision,
+            cache_dir=settings.cache_path,
+            token=read_hf_token(settings),
+            offline=settings.offline,
+            progress=progress,
+        )
+    raise ModelError(
+        f"{settings.model}: no such file or directory, and no name on the hub (org/name) either."
+    )
