@@ -1,7 +1,7 @@
 """Composition root: the one place that knows both the HTTP side and the engine.
 
-HTTP is up before the model is loaded, so that probes and clients are told what is going on; loading runs in a
-thread. SIGTERM or Ctrl-C stops admission, lets accepted requests end, and then ends what is left.
+HTTP is up before the model is loaded, so that probes and clients are told what is going on; loading runs in
+a thread. SIGTERM or Ctrl-C stops admission, lets accepted requests end, and then ends what is left.
 """
 
 import asyncio
@@ -44,9 +44,8 @@ def serve(settings: Settings) -> int:
     Raises: SettingsError when the port is taken.
     """
     listener = bind(settings.host, settings.port)
-    with listener:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(settings, listener))
+    with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(settings, listener))
 
 
 async def _serve(settings: Settings, listener: socket.socket) -> int:
@@ -64,7 +63,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise SettingsError(
-            f"Can't listen on {host}:{port}: {error.strerror or error}. Choose another with --host and --port."
+            f"Can't listen on {host}:{port}: {error.strerror or error}. Choose others with --host and --port."
         ) from None
     return listener
 

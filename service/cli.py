@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="photoninfer",
         description="OpenAI-compatible inference server for Llama 3 and Qwen3.",
-        epilog="Every option is also a variable PHOTON_<NAME> and a key of the TOML file given by --config. "
+        epilog="Every option is also a variable PHOTON_<NAME> and a key of the TOML file of --config. "
         "Order: flag, PHOTON_ variable, PORT (for the port), file, default.",
     )
     parser.add_argument("--version", action="version", version=f"photoninfer {__version__}")

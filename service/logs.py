@@ -28,7 +28,7 @@ def set_up_logs(settings: Settings) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (unix seconds), level, logger, message, and what was passed as `extra["fields"]`."""
+    """One object a line: time (unix seconds), level, logger, message, and `extra["fields"]`."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {

@@ -31,7 +31,8 @@ def as_markdown() -> str:
     lines = ["| flag | variable | default | what it does |", "| --- | --- | --- | --- |"]
     for option in OPTIONS:
         lines.append(
-            f"| `{flag_text(option)}` | `{option.variable}` | {default_text(option)} | {help_text(option)} |"
+            f"| `{flag_text(option)}` | `{option.variable}` | {default_text(option)} "
+            f"| {help_text(option)} |"
         )
     return "\n".join(lines) + "\n"
 

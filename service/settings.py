@@ -1,8 +1,8 @@
 """Settings: every option once, with type, limits, unit and help. Flags, PHOTON_* variables, the TOML file,
 `--help` and the table in the README are derived from it.
 
-An option's value comes from the first of: flag, PHOTON_* variable, PORT (for `port` alone), TOML file, default.
-This module is the only one that reads the process environment. Secrets are no options: `read_hf_token`.
+An option's value comes from the first of: flag, PHOTON_* variable, PORT (for `port` alone), TOML file,
+default. This module is the only one that reads the process environment. Secrets are no options: `read_hf_token`.
 """
 
 import difflib

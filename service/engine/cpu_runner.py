@@ -26,7 +26,7 @@ class CpuRunner:
         max_running: int,
         vocab_size: int,
     ) -> None:
-        self._decoder = decoder
+        self.decoder = decoder
         self._backend = backend
         self._vocab_size = vocab_size
         self._cache = decoder.new_cache(num_blocks, block_size)
@@ -51,7 +51,7 @@ class CpuRunner:
     def _run(self, batch: Batch) -> StepResult:
         count = len(batch.sampled)
         logits, out = self._logits[:count], self._samples
-        self._decoder.forward(batch.arrays, self._cache, self._activations, self._last_ids, logits)
+        self.decoder.forward(batch.arrays, self._cache, self._activations, self._last_ids, logits)
         self._backend.sample(logits, batch.sampling, batch.arrays, self._last_ids, out)
         parts = (out.ids, out.logprobs, out.ranks, out.top_ids, out.top_logprobs)
         return StepResult(*(part[:count].copy() for part in parts))

@@ -1,8 +1,8 @@
 """Steps on a GPU: decode from captured graphs, anything else launched stage by stage.
 
-The host never waits inside `launch`: it fills a page-locked buffer, queues one copy, the step and the copy of
-the sampled ids back, and returns. Ids stay on the device too (`last_ids`), where the next step finds them, so a
-second step can be queued while the first one runs. A thread of its own waits for events.
+The host never waits inside `launch`: it fills a page-locked buffer, queues one copy, the step and the copy
+of the sampled ids back, and returns. Ids stay on the device too (`last_ids`), where the next step finds
+them, so a second step can be queued while the first one runs. A thread of its own waits for events.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ class CudaRunner:
         vocab_size: int,
         max_model_len: int,
     ) -> None:
-        self._decoder = decoder
+        self.decoder = decoder
         self._backend = backend
         self._max_running = max_running
         self._vocab_size = vocab_size
@@ -90,7 +90,7 @@ class CudaRunner:
         self._waiter.shutdown()
 
     def capture(self, max_batch: int) -> Iterator[tuple[int, int]]:
-        """Capture the decode graphs of short contexts for batches up to `max_batch`; yields (done, total)."""
+        """Capture decode graphs of short contexts for batches up to `max_batch`; yields (done, total)."""
         buckets = [bucket for bucket in _BUCKETS if bucket <= self._bucket(max_batch)]
         for done, bucket in enumerate(reversed(buckets), 1):
             empty = _padding_batch(bucket, self._null_block, self._block_size, self._max_running)
@@ -102,7 +102,7 @@ class CudaRunner:
 
     def _run(self, arrays: StepArrays, sampling: SamplingArrays) -> None:
         logits = self._logits[: len(arrays.sample_rows)]
-        self._decoder.forward(arrays, self._cache, self._activations, self._last_ids, logits)
+        self.decoder.forward(arrays, self._cache, self._activations, self._last_ids, logits)
         if len(logits):
             self._backend.sample(logits, sampling, arrays, self._last_ids, self._samples)
 
@@ -219,9 +219,9 @@ class _HostStage:
         self._upload_tables(arrays.block_tables, stream)
         self._upload_sparse(sampling, stream)
         count, width = arrays.block_tables.shape
-        step = {field.name: views.get(field.name) for field in fields(StepArrays)}
+        step: dict[str, Any] = {field.name: views.get(field.name) for field in fields(StepArrays)}
         step |= {"block_tables": device.tables[:count, :width], "num_decode": arrays.num_decode}
-        how = {field.name: views.get(field.name) for field in fields(SamplingArrays)}
+        how: dict[str, Any] = {field.name: views.get(field.name) for field in fields(SamplingArrays)}
         how |= {
             "positions": views["sampling_positions"],
             "seen_ids": device.seen_ids,
@@ -344,13 +344,13 @@ def _joined(batch: Batch, padding: Batch, width: int) -> Batch:
     tables[: len(first.lanes), : first.block_tables.shape[1]] = first.block_tables
     tables[len(first.lanes) :, :1] = second.block_tables
     starts = np.arange(count + 1, dtype=np.int32)
-    special_step = {
+    special_step: dict[str, Any] = {
         "row_starts": starts,
         "sample_rows": starts[:-1],
         "block_tables": tables,
         "num_decode": count,
     }
-    step = {
+    step: dict[str, Any] = {
         field.name: np.concatenate([getattr(first, field.name), getattr(second, field.name)])
         for field in fields(StepArrays)
         if field.name not in special_step
@@ -360,7 +360,7 @@ def _joined(batch: Batch, padding: Batch, width: int) -> Batch:
     for name in ("seen_starts", "bias_starts"):
         starts_of = getattr(mine, name)
         special[name] = np.concatenate([starts_of, np.full(len(second.lanes), starts_of[-1], np.int32)])
-    how = {
+    how: dict[str, Any] = {
         field.name: np.concatenate([getattr(mine, field.name), getattr(other, field.name)])
         for field in fields(SamplingArrays)
         if field.name not in special

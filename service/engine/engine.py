@@ -88,7 +88,7 @@ class Engine:
         self.scheduler = Scheduler(self.pool, max_step_tokens, max_running, self._prefix_cache)
         max_blocks = self.pool.blocks_for(self.max_model_len)
         self._builder = BatchBuilder(max_running, max_blocks, block_size, eos_token_ids)
-        self._runner = runner
+        self.runner = runner
         self._observer = observer or NoObserver()
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_waiting = max_waiting
@@ -112,7 +112,7 @@ class Engine:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._fail_all("the server stopped")
-        await asyncio.to_thread(self._runner.close)
+        await asyncio.to_thread(self.runner.close)
 
     def drain(self) -> None:
         """Accept nothing more; what was accepted goes on."""
@@ -205,7 +205,7 @@ class Engine:
                     await self._sleep()
                 self._beat_at = monotonic()
                 has_launched = self._launch(launched)
-                if launched and (not has_launched or len(launched) >= self._runner.max_in_flight):
+                if launched and (not has_launched or len(launched) >= self.runner.max_in_flight):
                     await self._collect(launched.popleft())
                 else:
                     await asyncio.sleep(0)
@@ -229,7 +229,7 @@ class Engine:
             return False
         try:
             batch = self._builder.build(step)
-            launched.append(_Launched(step, batch, asyncio.wrap_future(self._runner.launch(batch))))
+            launched.append(_Launched(step, batch, asyncio.wrap_future(self.runner.launch(batch))))
         except Exception as error:
             self._fail_step(step, error)
         return True

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.engine.batch import Batch
+from service.model.decoder import Decoder
 
 MAX_TOP_LOGPROBS = 20
 
@@ -29,6 +30,7 @@ class Runner(Protocol):
     EngineDeadError from a step means that no step will ever succeed again.
     """
 
+    decoder: Decoder
     max_in_flight: int  # steps that may be launched before the result of the first is read
 
     def launch(self, batch: Batch) -> Future[StepResult]:

@@ -76,6 +76,12 @@ class Decoder:
         self._rope = backend.vector(rope_table(config.rope, config.head_dim, max_model_len))
         self._scale = config.head_dim**-0.5
 
+    @property
+    def linears(self) -> list[Linear]:
+        """Every projection of a step, in order; what a step reads of weights."""
+        layers = ((layer.qkv, layer.o, layer.gate_up, layer.down) for layer in self._layers)
+        return [*(linear for layer in layers for linear in layer), self._head]
+
     def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Zeroed blocks for every layer."""
         config, backend = self.config, self._backend

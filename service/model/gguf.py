@@ -184,7 +184,8 @@ def _as_floats(tensor: Any) -> Array:
         return np.asarray(data)
     shape = tuple(int(n) for n in reversed(tensor.shape))
     if kind == "BF16":
-        return np.ascontiguousarray(data).view(np.uint8).view(bfloat16).reshape(shape)
+        narrow: Array = np.ascontiguousarray(data).view(np.uint8).view(bfloat16).reshape(shape)
+        return narrow
     if kind == "F64":
         return np.asarray(data).astype(np.float32)
     return np.asarray(dequantize(data, tensor.tensor_type)).reshape(shape)

@@ -82,7 +82,7 @@ def tokenizer_spec(fields: Mapping[str, Any], file: str) -> TokenizerSpec:
         chat_template=fields.get("tokenizer.chat_template"),
         bos_token=named("bos"),
         eos_token=named("eos"),
-        add_bos_token=bool(fields.get("tokenizer.ggml.add_bos_token", False)),
+        add_bos_token=bool(fields.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")),
         special_tokens=tuple(token["content"] for token in added if token["special"]),
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
+    HFValidationError,
     HfHubHTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
@@ -21,13 +22,17 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WANTED = [
     "config.json",
     "generation_config.json",
-    "*.safetensors",
+    "model.safetensors",
+    "model-*.safetensors",
     "model.safetensors.index.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
 ]
+_SUBFOLDERS = ["*/*"]  # `*` of the patterns above goes through slashes
+# of httpx or of its successor, as the version of huggingface_hub has it; its own errors derive from this too
+_TRANSPORT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 
 
 def is_hub_name(name: str) -> bool:
@@ -55,11 +60,21 @@ def fetch_from_hub(
     options: dict[str, Any] = {"revision": revision, "token": token, "endpoint": endpoint}
     at_revision = f" at revision {revision}" if revision else ""
     try:
-        if not offline:
-            _check_files(HfApi(endpoint=endpoint, token=token), name, revision)
         folder = snapshot_download(
-            name, cache_dir=cache_dir / "hub", allow_patterns=_WANTED, local_files_only=offline, **options
+            name,
+            cache_dir=cache_dir / "hub",
+            allow_patterns=_WANTED,
+            ignore_patterns=_SUBFOLDERS,
+            local_files_only=offline,
+            **options,
         )
+        if not any(Path(folder).glob("*.safetensors")):
+            files = (
+                []
+                if offline
+                else HfApi(endpoint=endpoint, token=token).list_repo_files(name, revision=revision)
+            )
+            raise DownloadError(_without_weights(name, files))
     except GatedRepoError:
         raise DownloadError(
             f"{name} is gated: accept its terms on its page, then give a token that may read it (HF_TOKEN or "
@@ -77,17 +92,12 @@ def fetch_from_hub(
         raise DownloadError(f"{name}{at_revision} is not in {cache_dir / 'hub'}, and {why}.") from None
     except HfHubHTTPError as error:
         raise DownloadError(f"The hub refused {name}{at_revision}: {error}") from None
-    except OSError as error:  # connection errors are OSErrors too
+    except (OSError, HFValidationError, _TRANSPORT_ERROR) as error:
         raise DownloadError(f"{name}{at_revision} could not be fetched: {error}.") from None
     return Path(folder)
 
 
-def _check_files(api: HfApi, name: str, revision: str | None) -> None:
-    files = api.list_repo_files(name, revision=revision)
-    if any(file.endswith(".safetensors") for file in files):
-        return
+def _without_weights(name: str, files: list[str]) -> str:
     if any(file.endswith(".gguf") for file in files):
-        raise DownloadError(
-            f"{name} holds GGUF files only: download one of them and give its path to --model."
-        )
-    raise DownloadError(f"{name} has no safetensors; weights as pickles (.bin, .pt) are not loaded.")
+        return f"{name} holds GGUF files only: download one of them and give its path to --model."
+    return f"{name} has no model.safetensors; weights as pickles (.bin, .pt) are not loaded."

@@ -50,10 +50,11 @@ def _weight_files(directory: Path) -> list[Path]:
         weight_map = _read_json(directory / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelError(f"{directory / _INDEX}: there is no weight_map.")
-        names = sorted(set(weight_map.values()))
-        for name in names:
+        for name in weight_map.values():
             if not isinstance(name, str) or Path(name).name != name:
                 raise ModelError(f"{directory / _INDEX}: {name!r} is no name of a file beside it.")
+        names = sorted(set(weight_map.values()))
+        for name in names:
             if not (directory / name).is_file():
                 raise ModelError(f"{directory / name} is missing; the index {_INDEX} names it.")
         return [directory / name for name in names]
@@ -80,14 +81,15 @@ def read_tokenizer(location: Path) -> TokenizerSpec:
     config = _read_json(directory / "tokenizer_config.json", optional=True)
     template_file = directory / "chat_template.jinja"
     template = (
-        template_file.read_text() if template_file.is_file() else _template(config.get("chat_template"))
+        _read_text(template_file) if template_file.is_file() else _template(config.get("chat_template"))
     )
     special = _read_json(directory / "special_tokens_map.json", optional=True)
     named = {**special, **{key: value for key, value in config.items() if value is not None}}
-    extra = named.get("additional_special_tokens") or []
+    extra = named.get("additional_special_tokens")
+    extra = extra if isinstance(extra, list) else []
     tokens = [_content(value) for key, value in named.items() if key.endswith("_token")]
     return TokenizerSpec(
-        tokenizer_json=path.read_text(),
+        tokenizer_json=_read_text(path),
         chat_template=template,
         bos_token=_content(named.get("bos_token")),
         eos_token=_content(named.get("eos_token")),
@@ -98,18 +100,27 @@ def read_tokenizer(location: Path) -> TokenizerSpec:
     )
 
 
-def _content(token: Any) -> str | None:
+def _content(token: Any, key: str = "content") -> str | None:
     """Tokens are strings, or objects with a content."""
     if isinstance(token, Mapping):
-        token = token.get("content")
+        token = token.get(key)
     return token if isinstance(token, str) else None
 
 
 def _template(value: Any) -> str | None:
     """A template is a string, or a list of named ones, of which "default" is meant."""
     if isinstance(value, list):
-        value = next((item.get("template") for item in value if item.get("name") == "default"), None)
+        value = next(
+            (_content(item, "template") for item in value if _content(item, "name") == "default"), None
+        )
     return value if isinstance(value, str) else None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} can't be read as text: {error}.") from None
 
 
 def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
@@ -118,7 +129,7 @@ def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
             return {}
         raise ModelError(f"{path} is missing.")
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(_read_text(path))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON ({error}).") from None
     if not isinstance(value, dict):

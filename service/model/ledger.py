@@ -7,12 +7,17 @@ import msgspec
 from service.errors import MemoryBudgetError
 
 _MEMINFO = Path("/proc/meminfo")
-# limit and usage of this process's control group, version 2 and version 1
+# limit, usage and statistics of this process's control group, version 2 and version 1
 _CGROUPS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (
+        Path("/sys/fs/cgroup/memory.max"),
+        Path("/sys/fs/cgroup/memory.current"),
+        Path("/sys/fs/cgroup/memory.stat"),
+    ),
     (
         Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
         Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.stat"),
     ),
 )
 
@@ -66,12 +71,20 @@ def available_host_bytes() -> int | None:
         for line in _MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 limits.append(int(line.split()[1]) * 1024)
-    for limit_file, usage_file in _CGROUPS:
+    for limit_file, usage_file, statistics_file in _CGROUPS:
         if limit_file.exists() and usage_file.exists():
             limit = limit_file.read_text().strip()
             if limit != "max":
-                limits.append(max(0, int(limit) - int(usage_file.read_text())))
+                used = int(usage_file.read_text()) - _idle_file_bytes(statistics_file)
+                limits.append(max(0, int(limit) - used))
     return min(limits, default=None)
+
+
+def _idle_file_bytes(statistics_file: Path) -> int:
+    """File pages counted as used that the kernel gives up first, such as those of a model just downloaded."""
+    lines = statistics_file.read_text().splitlines() if statistics_file.exists() else []
+    statistics = dict(line.rsplit(" ", 1) for line in lines)
+    return int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
 
 
 def _gib(count: int) -> str:

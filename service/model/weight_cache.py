@@ -5,6 +5,7 @@ is a folder named after the GGUF file's fingerprint and this format's version: `
 tokenizer) and `weights.safetensors` (float32, q/k/v and gate/up fused). It appears whole or not at all.
 """
 
+import fcntl
 import logging
 import os
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from service.errors import ModelError
@@ -60,7 +62,7 @@ def open_gguf_cached(path: Path, cache_dir: Path) -> Checkpoint:
     checkpoint = open_gguf(path)
     try:
         _write_entry(entry, checkpoint)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter where the disk is full
         log.warning("weights are not cached, so the next start is as slow as this one: %s", error)
         return checkpoint
     return _open_entry(entry, path) or checkpoint
@@ -90,7 +92,9 @@ def _write_entry(entry: Path, checkpoint: Checkpoint) -> None:
     entry.parent.mkdir(parents=True, exist_ok=True)
     _delete_oldest(entry.parent, keep=MAX_ENTRIES - 1)
     scratch = Path(tempfile.mkdtemp(prefix="tmp-", dir=entry.parent))
+    lock = os.open(scratch, os.O_RDONLY)
     try:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # until this process ends, however it does
         weights_file = scratch / "weights.safetensors"
         save_file(_tensors(checkpoint), weights_file)
         description = _Description(
@@ -106,14 +110,31 @@ def _write_entry(entry: Path, checkpoint: Checkpoint) -> None:
         scratch.rename(entry)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        os.close(lock)
 
 
 def _delete_oldest(folder: Path, keep: int) -> None:
     """Delete entries beyond `keep`, and what a killed process left half-written."""
     entries = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
     whole = [entry for entry in entries if not entry.name.startswith("tmp-")]
-    for entry in [*whole[keep:], *(entry for entry in entries if entry not in whole)]:
+    left = [entry for entry in entries if entry.name.startswith("tmp-") and not _is_in_work(entry)]
+    for entry in [*whole[keep:], *left]:
         shutil.rmtree(entry, ignore_errors=True)
+
+
+def _is_in_work(scratch: Path) -> bool:
+    """Whether a living process holds the folder's lock. Not asked by pid: containers share a cache, not pids."""
+    try:
+        lock = os.open(scratch, os.O_RDONLY)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def _tensors(checkpoint: Checkpoint) -> dict[str, Array]:

@@ -127,14 +127,14 @@ class ChatTemplate:
                 "continue_final_message needs a last message of role assistant with text in it.",
                 field="continue_final_message",
             )
-        text = last["content"]
+        text = last["content"].strip()
         mark = _unused_character(json.dumps(variables, ensure_ascii=False, default=str))
-        last["content"] = f"{text}{mark} "
+        last["content"] += f"{mark} "
         rendered = self._render(variables)
         before, found, after = rendered.rpartition(mark)
         if not after.startswith(" "):
-            before, text = before.rstrip(), text.rstrip()
-        if not found or not before.endswith(text.strip()):
+            before = before.rstrip()
+        if not found or not before.rstrip().endswith(text):
             raise RequestError(
                 "The chat template leaves out or changes the last message's text: it can't be continued.",
                 field="continue_final_message",

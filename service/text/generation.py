@@ -1,7 +1,8 @@
 """One request's ids -> `Delta`s of text with logprobs and a finish reason."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Protocol, TypedDict, Unpack
 
 import msgspec
@@ -255,11 +256,10 @@ class TextGeneration:
         Raises: GenerationError, EngineDeadError; the other choices are ended then.
         """
         try:
-            if len(self._choices) == 1:
-                async for delta in self._choices[0].deltas():
-                    yield delta
-            else:
-                async for delta in self._merged():
+            async with aclosing(
+                self._merged() if len(self._choices) > 1 else self._choices[0].deltas()
+            ) as deltas:
+                async for delta in deltas:
                     yield delta
         except PhotonError:
             await self.aclose("error")
@@ -270,7 +270,7 @@ class TextGeneration:
         for choice in self._choices:
             await choice.stream.close(cause)
 
-    async def _merged(self) -> AsyncIterator[Delta]:
+    async def _merged(self) -> AsyncGenerator[Delta, None]:
         queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
 
         async def pump(choice: "_Choice") -> None:
@@ -308,7 +308,7 @@ class _Choice:
         self._text = text
         self._stop_reasons = stop_reasons
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
         async for output in self.stream:
             if output.finish_reason is FinishReason.ERROR:
                 raise GenerationError(output.error or "The request failed.")

@@ -7,6 +7,7 @@ order, one or two behind. So a lost, shared or stale block, a wrong position or 
 import hashlib
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class FakeRunner:
     """`settle` runs the oldest launched step and resolves its future; `auto` does so at launch."""
 
     def __init__(self, num_blocks: int, block_size: int, max_running: int, max_in_flight: int = 1) -> None:
+        self.decoder: Any = None
         self.max_in_flight = max_in_flight
         self.block_size = block_size
         self.slots = np.full(num_blocks * block_size, -1, np.int64)

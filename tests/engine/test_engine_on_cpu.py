@@ -189,7 +189,7 @@ def engine_logits(engine: Engine, ids: list[int]) -> np.ndarray[Any, Any]:
     from service.engine.request import Request
     from service.engine.scheduler import Scheduler
 
-    decoder = engine._runner._decoder  # type: ignore[attr-defined]
+    decoder = engine.runner.decoder
     blocks = -(-len(ids) // 4) + 1
     scheduler = Scheduler(BlockPool(blocks, 4), len(ids), 1)
     scheduler.add(Request(id="r", prompt_ids=ids, params=SamplingParams(max_tokens=1)))

@@ -24,8 +24,9 @@ CHATML = (
 # of the history and an empty one before the last answer.
 LLAMA3 = (
     "{{- bos_token }}{% for message in messages %}"
-    "{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content | trim + '<|eot_id|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}"
+    "{{- message.content | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 QWEN3 = """
 {%- if messages[0].role == 'system' %}
@@ -86,13 +87,18 @@ def make_tokenizer(family: str = "chatml") -> Tokenizer:
     if family == "smollm2":
         return Tokenizer(smollm2_spec())
     if family == "pieces":
-        return Tokenizer(TokenizerSpec(tokenizer_json=pieces_json(), bos_token="<s>", eos_token="</s>"))
+        return Tokenizer(spec_of(pieces_json(), "<s>", "</s>"))
     if family == "llama3":
-        text = byte_level_json(LLAMA3_TOKENS, adds_bos=True)
         return Tokenizer(
-            TokenizerSpec(tokenizer_json=text, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
+            spec_of(byte_level_json(LLAMA3_TOKENS, adds_bos=True), LLAMA3_TOKENS[0], "<|eot_id|>")
         )
-    return Tokenizer(TokenizerSpec(tokenizer_json=byte_level_json(), eos_token="<|im_end|>"))
+    return Tokenizer(spec_of(byte_level_json(), eos="<|im_end|>"))
+
+
+def spec_of(
+    document: str, bos: str | None = None, eos: str | None = None, add_bos: bool | None = None
+) -> TokenizerSpec:
+    return TokenizerSpec(tokenizer_json=document, bos_token=bos, eos_token=eos, add_bos_token=add_bos)
 
 
 def pieces_json() -> str:
@@ -111,9 +117,7 @@ def pieces_json() -> str:
     ]
     merges = [("\u2581", "a"), ("h", "e"), ("l", "o")]
     vocab = {word: i for i, word in enumerate(words)}
-    raw = tokenizers.Tokenizer(
-        models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
+    raw = tokenizers.Tokenizer(models.BPE(vocab, merges, byte_fallback=True))
     raw.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     )

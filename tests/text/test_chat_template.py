@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from service.errors import ModelError, RequestError
 from service.text import chat_template
 from service.text.chat_template import ChatTemplate
+from service.text.tokenizer import well_formed
 from tests.text.samples import (
     CHATML,
     CHATML_TOKENS,
@@ -142,8 +143,8 @@ def test_smollm2_gives_the_ids_of_transformers() -> None:
 
     system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     assert text == (
-        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
-        "<|im_start|>assistant\n"
+        f"<|im_start|>system\n{system}<|im_end|>\n"
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     )
     # of transformers 5.24 with the same file
     assert ids == [
@@ -185,7 +186,7 @@ def test_prompts_are_those_of_transformers(family: str, is_continued: bool, last
         "continue_final_message": is_continued,
         **({} if bos is None else {"bos_token": bos}),
     }
-    options = {"add_generation_prompt": False, "continue_final_message": is_continued}
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": is_continued}
     template = make_template(family)
 
     try:
@@ -271,8 +272,9 @@ DROPS = (
     "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }}|{% endfor %}"
 )
 REFUSES = (
-    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('one system!') }}"
-    "{% endif %}{{ 'S' if m.role == 'system' else m.role }}:{{ m.content }}|{% endfor %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('one system!') }}{% endif %}"
+    "{{ 'S' if m.role == 'system' else m.role }}:{{ m.content }}|{% endfor %}"
 )
 
 
@@ -347,7 +349,7 @@ def test_templates_have_the_tools_that_transformers_gives_them() -> None:
         chat("Hi"), template_kwargs={"thinking": True}
     )
 
-    assert text == '{"a":[1],"b":"é<&\'"}\n014TrueTrueTrue'
+    assert text == '{"a":[1],"b":"é<&\'"}014TrueTrueTrue'
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "add_generation_prompt"])
@@ -362,10 +364,9 @@ def test_template_arguments_can_not_replace_what_the_request_says(name: str) -> 
 def test_odd_characters_are_kept_or_replaced_and_lose_nothing(text: str) -> None:
     rendered, ids = make_template("chatml").encode(chat(text + " tail"))
 
-    seen = text.encode("utf-8", "replace" if False else "surrogatepass").decode("utf-8", "replace")
-    assert rendered.endswith(" tail<|im_end|>\n<|im_start|>assistant\n")
+    seen = well_formed(text)
+    assert rendered == f"<|im_start|>user\n{seen} tail<|im_end|>\n<|im_start|>assistant\n"
     assert make_tokenizer("chatml").decode(ids, skip_special_tokens=False) == rendered
-    assert ("\ufffd" in rendered) == ("\ufffd" in seen)
 
 
 def test_messages_of_the_caller_are_left_as_they_are() -> None:

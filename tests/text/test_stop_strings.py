@@ -1,5 +1,7 @@
 """Stop strings against the naive search in the whole text, for every way of cutting it into pieces."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ CUTS = st.lists(st.integers(0, 30), max_size=12)
 
 def pieces_of(text: str, cuts: list[int]) -> list[str]:
     edges = [0, *sorted(cuts), len(text)]
-    return [text[begin:end] for begin, end in zip(edges, edges[1:], strict=False)]
+    return [text[begin:end] for begin, end in pairwise(edges)]
 
 
 def naive(text: str, stops: list[str]) -> tuple[str, str | None]:

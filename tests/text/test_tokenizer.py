@@ -16,6 +16,7 @@ from tests.text.samples import (
     byte_level_json,
     make_tokenizer,
     pieces_json,
+    spec_of,
 )
 
 FAMILIES = [
@@ -105,7 +106,7 @@ def test_token_bytes_of_words_added_tokens_and_ids_that_do_not_exist() -> None:
     (end,) = bytelike.encode("<|im_end|>")
 
     assert bytelike.token_bytes(end) == b"<|im_end|>"
-    assert pieces.token_bytes(pieces.vocab_size - 2) == " world".encode()
+    assert pieces.token_bytes(pieces.vocab_size - 2) == b" world"
     for wrong in (-1, bytelike.vocab_size, bytelike.vocab_size + 1, 2**31):
         assert bytelike.token_bytes(wrong) == b""
 
@@ -125,12 +126,7 @@ def test_token_bytes_of_words_added_tokens_and_ids_that_do_not_exist() -> None:
 def test_a_raw_prompt_gets_bos_once_if_the_tokenizer_says_so(
     adds_bos: bool, flag: bool | None, has_bos: bool, typed: str
 ) -> None:
-    spec = TokenizerSpec(
-        tokenizer_json=byte_level_json(LLAMA3_TOKENS, adds_bos),
-        bos_token="<|begin_of_text|>",
-        add_bos_token=flag,
-    )
-    tokenizer = Tokenizer(spec)
+    tokenizer = Tokenizer(spec_of(byte_level_json(LLAMA3_TOKENS, adds_bos), LLAMA3_TOKENS[0], add_bos=flag))
     (bos,) = tokenizer.encode("<|begin_of_text|>")
 
     ids = tokenizer.encode_prompt(typed + "Hello")
@@ -186,7 +182,7 @@ def test_a_control_token_that_is_also_a_word_is_spelt_where_a_client_writes_it()
     document = json.loads(pieces_json())
     document["model"] |= {"ignore_merges": True}
 
-    tokenizer = Tokenizer(TokenizerSpec(tokenizer_json=json.dumps(document), bos_token="<s>"))
+    tokenizer = Tokenizer(spec_of(json.dumps(document), "<s>"))
 
     assert tokenizer.special_ids.isdisjoint(tokenizer.encode("hello<s>", allow_special=False))
 

@@ -1,0 +1,23 @@
+"""Fixtures of the device tests. Without a GPU they fail and do not skip: `pytest -m gpu` asks for one."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="session")
+def backend() -> Any:
+    from service.tensor.cuda.backend import (
+        CudaBackend,
+    )  # here: CuPy may not be installed where tests are collected
+
+    return CudaBackend()
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Fresh inputs every run; pytest shows the seed of a failure."""
+    seed = int(np.random.SeedSequence().entropy) % 2**32  # type: ignore[arg-type]
+    print(f"seed {seed}")
+    return np.random.default_rng(seed)
