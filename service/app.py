@@ -63,7 +63,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise SettingsError(
-            f"Can't listen on {host}:{port}: {error.strerror or error}. Choose others with --host and --port."
+            f"Can't listen on {host}:{port}: {error.strerror or error}. Choose others: --host, --port."
         ) from None
     return listener
 

@@ -2,7 +2,7 @@
 
 import sys
 from time import monotonic
-from typing import Protocol, TextIO
+from typing import NoReturn, Protocol, TextIO
 
 from tqdm import tqdm
 
@@ -47,7 +47,7 @@ class TerminalProgress:
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         self._name = ""
-        self._bar: tqdm[None] | None = None
+        self._bar: tqdm[NoReturn] | None = None
         self._told_at = 0.0
 
     def phase(self, name: str) -> None:
@@ -58,8 +58,9 @@ class TerminalProgress:
 
     def update(self, done: int, total: int | None, unit: str) -> None:
         if self._stream.isatty():
-            if self._bar is None:
-                self._bar = tqdm(
+            bar = self._bar
+            if bar is None:
+                bar = self._bar = tqdm(
                     total=total,
                     unit=f" {unit}",
                     unit_scale=unit == "bytes",
@@ -67,7 +68,7 @@ class TerminalProgress:
                     file=self._stream,
                     leave=False,
                 )
-            self._bar.update(done - self._bar.n)
+            bar.update(done - bar.n)
         elif monotonic() - self._told_at >= _LINE_SECONDS:
             self._told_at = monotonic()
             of_total = f" of {total}" if total else ""

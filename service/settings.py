@@ -2,7 +2,8 @@
 `--help` and the table in the README are derived from it.
 
 An option's value comes from the first of: flag, PHOTON_* variable, PORT (for `port` alone), TOML file,
-default. This module is the only one that reads the process environment. Secrets are no options: `read_hf_token`.
+default. This module is the only one that reads the process environment. Secrets are no options:
+`read_hf_token`.
 """
 
 import difflib

@@ -1,0 +1,344 @@
+"""Measures the CUDA backend on one GPU with random weights: `python benchmarks/device.py PART... --out FILE`.
+
+Parts: `stages` times each stage of a decode step against the time that its bytes take; `decode` whole decode
+steps from CUDA graphs, sampling included; `prefill` whole prompts, launched one by one. Results are merged
+into the JSON file after every measurement, and what it already holds is not measured again (`--again` does).
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import cupy
+import numpy as np
+from ml_dtypes import bfloat16
+
+from service.model.config import ModelConfig
+from service.model.decoder import Activations, Decoder, KVCache
+from service.model.rope import RopeConfig
+from service.model.weights import LayerWeights
+from service.progress import NoProgress
+from service.tensor.backend import SampleArrays, SamplingArrays, StepArrays
+from service.tensor.cuda.backend import CudaBackend
+from service.tensor.cuda.linear import CudaLinear
+
+READ_TERABYTES = 4.34  # a second, read by one kernel from 1.24 GB; measured on the same machine
+BLOCK_SIZE = 16
+CONTEXT = 192  # half of 128 generated ids behind a prompt of 128
+BATCHES = (1, 4, 8, 16, 32, 64, 128, 256)
+MODELS = {
+    "llama-3.2-1b": ModelConfig(
+        architecture="llama",
+        dim=2048,
+        ffn=8192,
+        num_layers=16,
+        heads=32,
+        kv_heads=8,
+        head_dim=64,
+        vocab_size=128256,
+        max_positions=131072,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=500000.0),
+        tied_embeddings=True,
+    ),
+    "qwen3-8b": ModelConfig(
+        architecture="qwen3",
+        dim=4096,
+        ffn=12288,
+        num_layers=36,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_positions=40960,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=1000000.0),
+        qk_norm=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor that exists by its shape alone."""
+
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+class RandomWeights:
+    """A WeightSource of shapes."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+
+    def embedding(self) -> Any:
+        return Shape((self._config.vocab_size, self._config.dim))
+
+    def head(self) -> Any:
+        return None if self._config.tied_embeddings else self.embedding()
+
+    def final_norm(self) -> Any:
+        return np.ones(self._config.dim, np.float32)
+
+    def layer(self, index: int) -> LayerWeights:
+        config = self._config
+        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        head_norm: Any = np.ones(config.head_dim, np.float32) if config.qk_norm else None
+        shapes: Any = [Shape((rows, config.dim)) for rows in (q, kv, kv, config.ffn, config.ffn)]
+        return LayerWeights(
+            input_norm=self.final_norm(),
+            qkv=tuple(shapes[:3]),
+            qkv_bias=None,
+            q_norm=head_norm,
+            k_norm=head_norm,
+            o=Shape((config.dim, q)),  # type: ignore[arg-type]
+            o_bias=None,
+            post_norm=self.final_norm(),
+            gate_up=tuple(shapes[3:]),
+            gate_up_bias=None,
+            down=Shape((config.dim, config.ffn)),  # type: ignore[arg-type]
+            down_bias=None,
+        )
+
+
+class RandomBackend(CudaBackend):
+    """Draws weights on the device instead of loading them."""
+
+    def linear(self, parts: Any, biases: Any = None) -> CudaLinear:
+        outputs, inputs = sum(len(part) for part in parts), parts[0].shape[1]
+        weight = self.empty((outputs, inputs), bfloat16)
+        for start in range(0, outputs, 8192):
+            rows = min(8192, outputs - start)
+            weight[start : start + rows] = (
+                cupy.random.standard_normal((rows, inputs), np.float32) * inputs**-0.5
+            ).astype(bfloat16)
+        return CudaLinear(weight, None)
+
+
+@dataclass
+class Bench:
+    """A model on the device, and arrays for steps of up to `max_rows` rows."""
+
+    config: ModelConfig
+    backend: CudaBackend
+    decoder: Decoder
+    cache: KVCache
+    buffers: Activations
+    stream: Any
+
+    @classmethod
+    def make(cls, config: ModelConfig, max_rows: int, num_blocks: int) -> "Bench":
+        backend = RandomBackend()
+        decoder = Decoder(config, RandomWeights(config), backend, 8192, NoProgress())
+        cache, buffers = decoder.new_cache(num_blocks, BLOCK_SIZE), decoder.new_activations(max_rows)
+        return cls(config, backend, decoder, cache, buffers, cupy.cuda.Stream(non_blocking=True))
+
+    def decode_step(self, batch: int, context: int) -> Callable[[], None]:
+        """A function that queues one decode step with greedy sampling."""
+        arrays = step_arrays(batch, 1, context)
+        vocab = self.config.vocab_size
+        logits, last_ids = cupy.empty((batch, vocab), np.float32), cupy.zeros(batch, np.int32)
+        sampling, samples = greedy(batch), sample_arrays(batch)
+
+        def step() -> None:
+            self.decoder.forward(arrays, self.cache, self.buffers, last_ids, logits)
+            self.backend.sample(logits, sampling, arrays, last_ids, samples)
+
+        return step
+
+    def captured(self, step: Callable[[], None]) -> Callable[[], None]:
+        """The same as a CUDA graph."""
+        with self.stream:
+            step()
+            self.stream.synchronize()
+            self.stream.begin_capture()
+            step()
+            graph = self.stream.end_capture()
+        graph.upload(self.stream)
+        return lambda: graph.launch(self.stream)
+
+    def microseconds(self, launch: Callable[[], None], repeats: int = 20, inner: int = 3) -> float:
+        """Median time of one launch, in a row of `inner`."""
+        times = []
+        with self.stream:
+            for _ in range(repeats + 3):
+                start, end = cupy.cuda.Event(), cupy.cuda.Event()
+                start.record(self.stream)
+                for _ in range(inner):
+                    launch()
+                end.record(self.stream)
+                end.synchronize()
+                times.append(cupy.cuda.get_elapsed_time(start, end) * 1e3 / inner)
+        return float(median(times[3:]))
+
+
+def step_arrays(requests: int, rows: int, context: int) -> StepArrays:
+    """`requests` requests of `rows` rows each that end at `context`; one row each is a decode step."""
+    width = -(-context // BLOCK_SIZE)
+    width = -(-width // 16) * 16  # as the engine's buckets: whole splits of 256 tokens
+    tables = np.arange(requests * width, dtype=np.int32).reshape(requests, width)
+    positions = np.tile(np.arange(context - rows, context, dtype=np.int32), requests)
+    owner = np.repeat(np.arange(requests), rows)
+    slots = tables[owner, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    starts = np.arange(requests + 1, dtype=np.int32) * rows
+    host = {
+        "token_ids": np.arange(requests * rows, dtype=np.int32),
+        "positions": positions,
+        "slot_mapping": slots.astype(np.int32),
+        "row_starts": starts,
+        "context_lens": np.full(requests, context, np.int32),
+        "block_tables": tables,
+        "lanes": np.arange(requests, dtype=np.int32),
+        "sample_rows": starts[1:] - 1,
+        "sample_lanes": np.arange(requests, dtype=np.int32),
+    }
+    arrays = {name: cupy.asarray(array) for name, array in host.items()}
+    return StepArrays(**arrays, num_decode=requests if rows == 1 else 0)
+
+
+def greedy(samples: int) -> SamplingArrays:
+    zeros, ones = cupy.zeros(samples, np.float32), cupy.ones(samples, np.float32)
+    integers, starts = cupy.zeros(samples, np.int32), cupy.zeros(samples + 1, np.int32)
+    none, values = cupy.zeros(1, np.int32), cupy.zeros(1, np.float32)
+    seeds = cupy.zeros(samples, np.uint64)
+    head = (zeros, integers, ones, zeros, seeds, integers, integers, ones, zeros, zeros)
+    return SamplingArrays(*head, starts, none, none, starts, none, values, None, -1)
+
+
+def sample_arrays(samples: int) -> SampleArrays:
+    floats, integers = cupy.zeros((samples, 20), np.float32), cupy.zeros((samples, 20), np.int32)
+    return SampleArrays(
+        cupy.zeros(samples, np.int32),
+        cupy.zeros(samples, np.float32),
+        cupy.zeros(samples, np.int32),
+        integers,
+        floats,
+    )
+
+
+def stage_steps(bench: Bench, batch: int) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """Every stage by itself, over all layers: name, bytes that it must read, function that queues it."""
+    decoder, backend, config = bench.decoder, bench.backend, bench.config
+    arrays, eps = step_arrays(batch, 1, CONTEXT), config.rms_norm_eps
+    buffers = bench.buffers
+    x, q, mixed, hidden = (b[:batch] for b in (buffers.x, buffers.q, buffers.mixed, buffers.hidden))
+    backend.embed(arrays, decoder._embedding, cupy.zeros(batch, np.int32), x)
+    caches = list(zip(bench.cache.keys, bench.cache.values, strict=True))
+    layers = decoder._layers
+
+    def qkv() -> None:
+        for layer, (keys, values) in zip(layers, caches, strict=True):
+            norms = (layer.q_norm, layer.k_norm, decoder._rope)
+            backend.qkv_rope_cache(x, layer.input_norm, eps, layer.qkv, *norms, arrays, keys, values, q)
+
+    def attention() -> None:
+        for keys, values in caches:
+            backend.paged_attention(q, keys, values, arrays, config.head_dim**-0.5, mixed)
+
+    def output() -> None:
+        for layer in layers:
+            backend.linear_add(mixed.reshape(batch, -1), layer.o, x)
+
+    def gate_up() -> None:
+        for layer in layers:
+            backend.gate_up_silu(x, layer.post_norm, eps, layer.gate_up, hidden)
+
+    def down() -> None:
+        for layer in layers:
+            backend.linear_add(hidden, layer.down, x)
+
+    logits = cupy.empty((batch, config.vocab_size), np.float32)
+    sampling, samples, last_ids = greedy(batch), sample_arrays(batch), cupy.zeros(batch, np.int32)
+
+    def head() -> None:
+        backend.head_logits(x, decoder._final_norm, eps, decoder._head, arrays, logits)
+
+    def sample() -> None:
+        backend.sample(logits, sampling, arrays, last_ids, samples)
+
+    first = layers[0]
+    context_bytes = batch * CONTEXT * config.kv_heads * config.head_dim * 4
+    num_layers = config.num_layers
+    yield "qkv_rope_cache", num_layers * first.qkv.num_bytes, qkv
+    yield "paged_attention", num_layers * context_bytes, attention
+    yield "linear_add (o)", num_layers * first.o.num_bytes, output
+    yield "gate_up_silu", num_layers * first.gate_up.num_bytes, gate_up
+    yield "linear_add (down)", num_layers * first.down.num_bytes, down
+    yield "head_logits", decoder._head.num_bytes, head
+    yield "sample (greedy)", logits.nbytes, sample
+
+
+class Report:
+    """Results by key, in a JSON file that is written after each."""
+
+    def __init__(self, path: Path, again: bool) -> None:
+        self._path = path
+        self._results: dict[str, Any] = {} if again or not path.is_file() else json.loads(path.read_text())
+
+    def lacks(self, key: str) -> bool:
+        return key not in self._results
+
+    def add(self, key: str, value: Any) -> None:
+        self._results[key] = value
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(self._results, indent=1) + "\n")
+        print(f"{key}: {value}", flush=True)
+
+
+def run_stages(bench: Bench, name: str, report: Report) -> None:
+    for batch in (1, 16, 64, 256):
+        for stage, num_bytes, queue in stage_steps(bench, batch):
+            key = f"{name} stage {stage} batch {batch}"
+            if report.lacks(key):
+                found = bench.microseconds(bench.captured(queue), 10)
+                floor = num_bytes / READ_TERABYTES / 1e6
+                report.add(key, {"us": round(found, 1), "floor_us": round(floor, 1)})
+
+
+def run_decode(bench: Bench, name: str, report: Report) -> None:
+    for batch in BATCHES:
+        key = f"{name} decode batch {batch}"
+        if report.lacks(key):
+            found = bench.microseconds(bench.captured(bench.decode_step(batch, CONTEXT)))
+            report.add(key, {"us": round(found, 1), "tokens_per_second": round(batch / found * 1e6)})
+
+
+def run_prefill(bench: Bench, name: str, report: Report) -> None:
+    for rows in (100, 512, 2048):
+        key = f"{name} prefill {rows}"
+        if not report.lacks(key):
+            continue
+        arrays, last_ids = step_arrays(1, rows, rows), cupy.zeros(1, np.int32)
+        logits = cupy.empty((1, bench.config.vocab_size), np.float32)
+
+        def queue(arrays: Any = arrays, last_ids: Any = last_ids, logits: Any = logits) -> None:
+            bench.decoder.forward(arrays, bench.cache, bench.buffers, last_ids, logits)
+
+        report.add(key, {"us": round(bench.microseconds(queue, 10, 1), 1)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="+", choices=["stages", "decode", "prefill"])
+    parser.add_argument("--model", action="append", choices=list(MODELS))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200.json"))
+    parser.add_argument("--again", action="store_true")
+    options = parser.parse_args()
+    report = Report(options.out, options.again)
+    for name in options.model or MODELS:
+        bench = Bench.make(MODELS[name], 2048, 256 * 16 + 1)
+        for part in options.parts:
+            {"stages": run_stages, "decode": run_decode, "prefill": run_prefill}[part](bench, name, report)
+        del bench
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+if __name__ == "__main__":
+    main()
