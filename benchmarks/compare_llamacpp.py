@@ -1,11 +1,11 @@
-"""llama.cpp on the same GGUF file and cores: decode tokens/s at 1, 8 and 16 requests, prefill tokens/s; JSON.
+"""llama.cpp on the same GGUF file and cores: decode and prefill tokens/s at 1, 8 and 16 requests; JSON.
 
     python -m venv /tmp/peer && /tmp/peer/bin/pip install xllamacpp==2026.10.11549
     /tmp/peer/bin/python benchmarks/compare_llamacpp.py MODEL.gguf
 
-Run `photoninfer bench` before and after it, since shared machines drift. Prompts of 128 random ids, 128 ids of
-output, greedy; decode is counted as `photoninfer bench` counts it: from the moment when every request has its
-first id until the last id.
+Run `photoninfer bench` before and after it, since shared machines drift. Prompts of 128 random ids,
+128 ids of output, greedy; decode is counted as `photoninfer bench` counts it: from the moment when every
+request has its first id until the last id.
 """
 
 import json
@@ -41,19 +41,15 @@ def complete(server: Any, number: int, prompt: int, output: int) -> list[float]:
     arrivals: list[float] = []
     body = {
         "prompt": [rng.randrange(1000, 40_000) for _ in range(prompt)],
-        "n_predict": output,
+        "max_tokens": output,
         "temperature": 0.0,
         "ignore_eos": True,
         "cache_prompt": False,
         "stream": True,
     }
 
-    def receive(chunk: Any) -> bool:
-        for item in chunk if isinstance(chunk, list) else [chunk]:
-            if isinstance(item, dict) and item.get("tokens"):
-                arrivals.extend([time.perf_counter()] * len(item["tokens"]))
-            elif isinstance(item, dict) and item.get("content"):
-                arrivals.append(time.perf_counter())
+    def receive(chunk: dict[str, Any]) -> bool:
+        arrivals.append(time.perf_counter())  # a chunk an id; the last has the finish reason
         return False
 
     server.handle_completions(body, receive)

@@ -1,8 +1,8 @@
-"""Measures the CUDA backend on one GPU with random weights: `python benchmarks/device.py PART... --out FILE`.
+"""Measures the CUDA backend with random weights: `python benchmarks/device.py PART... --out FILE`.
 
-Parts: `stages` times each stage of a decode step against the time that its bytes take; `decode` whole decode
-steps from CUDA graphs, sampling included; `prefill` whole prompts, launched one by one. Results are merged
-into the JSON file after every measurement, and what it already holds is not measured again (`--again` does).
+Parts: `stages` times the stages of a decode step against the time that their bytes take; `decode` whole
+decode steps from CUDA graphs, sampling included; `prefill` whole prompts, launched one by one. Results are
+merged into the JSON file after every measurement; what it holds is not measured again (`--again` does).
 """
 
 import argparse

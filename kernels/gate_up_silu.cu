@@ -24,7 +24,12 @@ __device__ __forceinline__ long long weight_row(int tile, int r) {
   return static_cast<long long>(r < 8 ? 0 : FFN - 8) + tile * 8 + r;
 }
 
-__device__ __forceinline__ void finish(const Epilogue& out, int tile, int r, int n, float gate, float up) {
+struct Early {};
+
+__device__ __forceinline__ Early early(const Epilogue&, int, int, int) { return {}; }
+
+__device__ __forceinline__ void finish(const Epilogue& out, const Early&, int tile, int r, int n, float gate,
+                                       float up) {
   const int column = tile * 8 + r;
   if (out.bias != nullptr) {
     gate += out.bias[column];

@@ -21,16 +21,26 @@ __device__ __forceinline__ long long weight_row(int tile, int r) {
   return row < M ? row : -1;
 }
 
-__device__ __forceinline__ void finish(const Epilogue& out, int tile, int r, int n, float low, float high) {
-  const float results[2] = {low, high};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = tile * 16 + r + i * 8;
-    if (row >= M) continue;
-    bf16* target = out.residual + static_cast<long long>(n) * M + row;
-    const float bias = out.bias == nullptr ? 0.0f : out.bias[row];
-    *target = float_to_bf16(bf16_to_float(__ldcg(target)) + (results[i] + bias));
-  }
+struct Early {
+  float low, high;  // of the residual
+};
+
+__device__ __forceinline__ Early early(const Epilogue& out, int tile, int r, int n) {
+  const int row = tile * 16 + r;
+  const bf16* source = out.residual + static_cast<long long>(n) * M + row;
+  Early part{0.0f, 0.0f};
+  if (row < M) part.low = bf16_to_float(__ldcg(source));
+  if (row + 8 < M) part.high = bf16_to_float(__ldcg(source + 8));
+  return part;
+}
+
+__device__ __forceinline__ void finish(const Epilogue& out, const Early& part, int tile, int r, int n, float low,
+                                       float high) {
+  const int row = tile * 16 + r;
+  bf16* target = out.residual + static_cast<long long>(n) * M + row;
+  const bool has_bias = out.bias != nullptr;
+  if (row < M) target[0] = float_to_bf16(part.low + (has_bias ? low + out.bias[row] : low));
+  if (row + 8 < M) target[8] = float_to_bf16(part.high + (has_bias ? high + out.bias[row + 8] : high));
 }
 
 #if NT > 0

@@ -29,7 +29,20 @@ __device__ __forceinline__ long long weight_row(int tile, int r) {
   return static_cast<long long>(tile / HEAD_TILES) * HEAD_DIM + tile % HEAD_TILES * 8 + (r & 7) + (r >> 3) * HALF_DIM;
 }
 
-__device__ __forceinline__ void finish(const Epilogue& out, int tile, int r, int n, float low, float high) {
+struct Early {
+  RopePart rope;
+};
+
+__device__ __forceinline__ Early early(const Epilogue& out, int tile, int r, int n) {
+#if RAW
+  return {};
+#else
+  return {load_rope(out.to, n, tile / HEAD_TILES, tile % HEAD_TILES * 8 + r)};
+#endif
+}
+
+__device__ __forceinline__ void finish(const Epilogue& out, const Early& part, int tile, int r, int n, float low,
+                                       float high) {
   const int head = tile / HEAD_TILES, j = tile % HEAD_TILES * 8 + r;
   if (out.bias != nullptr) {
     low += out.bias[head * HEAD_DIM + j];
@@ -40,7 +53,7 @@ __device__ __forceinline__ void finish(const Epilogue& out, int tile, int r, int
   target[0] = float_to_bf16(low);
   target[HALF_DIM] = float_to_bf16(high);
 #else
-  store_rotated(out.to, n, head, j, low, high);
+  store_rotated(out.to, part.rope, n, head, j, low, high);
 #endif
 }
 

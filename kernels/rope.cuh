@@ -12,24 +12,34 @@ struct RopeTargets {
   bf16* values;
 };
 
-// Components j and j + HEAD_DIM / 2 of one head of one row; heads are those of q, then k, then v.
-__device__ __forceinline__ void store_rotated(const RopeTargets& to, int row, int head, int j, float low, float high) {
-  constexpr int HALF = HEAD_DIM / 2;
+// What the write of one pair needs besides the pair; none of it changes during a step.
+struct RopePart {
+  float cosine, sine;
+  int slot;
+};
+
+__device__ __forceinline__ RopePart load_rope(const RopeTargets& to, int row, int head, int j) {
+  RopePart part{1.0f, 0.0f, 0};
   if (head < HEADS + KV_HEADS) {
     const float* angles = to.rope + static_cast<long long>(to.positions[row]) * HEAD_DIM + j;
-    const float cosine = angles[0], sine = angles[HALF], turned = low * cosine - high * sine;
-    high = high * cosine + low * sine;
-    low = turned;
+    part.cosine = angles[0];
+    part.sine = angles[HEAD_DIM / 2];
   }
+  if (head >= HEADS) part.slot = to.slots[row];
+  return part;
+}
+
+// Components j and j + HEAD_DIM / 2 of one head of one row; heads are those of q, then k, then v.
+__device__ __forceinline__ void store_rotated(const RopeTargets& to, const RopePart& part, int row, int head, int j,
+                                              float low, float high) {
   bf16* target;
   if (head < HEADS) {
     target = to.q + (static_cast<long long>(row) * HEADS + head) * HEAD_DIM;
   } else {
-    const int slot = to.slots[row], kv_head = (head - HEADS) % KV_HEADS;
+    const long long block = part.slot / BLOCK_SIZE;
     target = (head < HEADS + KV_HEADS ? to.keys : to.values) +
-             ((static_cast<long long>(slot / BLOCK_SIZE) * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE) *
-                 HEAD_DIM;
+             ((block * KV_HEADS + (head - HEADS) % KV_HEADS) * BLOCK_SIZE + part.slot % BLOCK_SIZE) * HEAD_DIM;
   }
-  target[j] = float_to_bf16(low);
-  target[j + HALF] = float_to_bf16(high);
+  target[j] = float_to_bf16(low * part.cosine - high * part.sine);
+  target[j + HEAD_DIM / 2] = float_to_bf16(high * part.cosine + low * part.sine);
 }

@@ -45,6 +45,6 @@ void rope_cache(const bf16* __restrict__ raw, const float* __restrict__ bias, co
       low[i] *= scale * norm[j];
       high[i] *= scale * norm[j + HALF];
     }
-    store_rotated(to, row, head, j, low[i], high[i]);
+    store_rotated(to, load_rope(to, row, head, j), row, head, j, low[i], high[i]);
   }
 }

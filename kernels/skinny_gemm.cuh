@@ -5,8 +5,10 @@
 // STAGES pieces of 16 x 64 weights under way; the first are asked for before the previous kernel has ended.
 // The weight is the left operand of the product, so the rows of x are its eight columns.
 //
-// The includer defines, before: `struct Epilogue`, `weight_row(tile, r)` (row of the weight, or -1) and
-// `finish(epilogue, tile, r, n, low, high)`, which gets results r and r + 8 of a tile for row n.
+// The includer defines, before: `struct Epilogue`; `weight_row(tile, r)` (row of the weight, or -1);
+// `struct Early` and `early(epilogue, tile, r, n)`, what the last step reads and can be asked for while the
+// product is under way; `finish(epilogue, early, tile, r, n, low, high)`, which gets results r and r + 8 of
+// a tile for row n.
 //
 // Defines   K, TILES   in_features, and tiles of 16 weight rows
 //           NT         groups of 8 rows of x: 1, 2 or 4
@@ -88,32 +90,53 @@ __device__ __forceinline__ void transpose_quad(u32 (&r)[4]) {
   }
 }
 
-// This warp's slice of all rows of x, as right operands: of group n, products 2 q and 2 q + 1.
-__device__ __forceinline__ void load_operand(u32 (&b)[NT][4][4], const bf16* __restrict__ x,
-                                             const int* __restrict__ row_ids, int rows,
-                                             const float* __restrict__ norm, int slice, Shared& shared) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, k = slice * SLICE;
+// This warp's slice of all rows of x as it lies in memory.
+struct RawOperand {
   SlicePart part[NT];
+
+  __device__ __forceinline__ void load(const bf16* __restrict__ x, const int* __restrict__ row_ids, int rows,
+                                       int slice) {
 #pragma unroll
-  for (int n = 0; n < NT; ++n) {
-    const int row = n * 8 + g;
-    const bool is_inside = row < rows && slice < NUM_SLICES;
-    const long long source = is_inside && row_ids != nullptr ? row_ids[row] : row;
-    part[n] = load_slice(x + source * K, k, is_inside);
+    for (int n = 0; n < NT; ++n) {
+      const int row = n * 8 + ((threadIdx.x & 31) >> 2);
+      const bool is_inside = row < rows && slice < NUM_SLICES;
+      const long long source = is_inside && row_ids != nullptr ? row_ids[row] : row;
+      part[n] = load_slice(x + source * K, slice * SLICE, is_inside);
+    }
   }
+};
+
+// The norm's weight for this lane's part of a slice.
+struct NormPart {
+  float4 piece[NORM ? 8 : 1];
+
+  __device__ __forceinline__ void load(const float* __restrict__ norm, int slice) {
+#pragma unroll
+    for (int i = 0; i < (NORM ? 8 : 0); ++i) {
+      const int column = slice * SLICE + (i >> 1) * 32 + (threadIdx.x & 3) * 8 + (i & 1) * 4;
+      piece[i] = column < K ? load_float4(norm + column) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  }
+};
+
+// From memory's layout to right operands: of group n, products 2 q and 2 q + 1.
+__device__ __forceinline__ void convert_operand(u32 (&b)[NT][4][4], RawOperand& raw, const NormPart& norm, int slice,
+                                                Shared& shared) {
+  const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
     if (NORM) {
-      const float square = slice_square(part[n]);
-      if ((lane & 3) == 0 && slice < NUM_SLICES) shared.square[NORM ? slice : 0][n * 8 + g] = square;
-      if (slice < NUM_SLICES) scale_slice(part[n], norm, k);
+      const float square = slice_square(raw.part[n]);
+      if ((lane & 3) == 0 && slice < NUM_SLICES) shared.square[NORM ? slice : 0][n * 8 + (lane >> 2)] = square;
     }
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-      b[n][q][0] = part[n].piece[q].x;
-      b[n][q][1] = part[n].piece[q].y;
-      b[n][q][2] = part[n].piece[q].z;
-      b[n][q][3] = part[n].piece[q].w;
+      uint4& piece = raw.part[n].piece[q];
+      if (NORM) scale_pairs(piece, norm.piece[NORM ? 2 * q : 0], norm.piece[NORM ? 2 * q + 1 : 0]);
+      b[n][q][0] = piece.x;
+      b[n][q][1] = piece.y;
+      b[n][q][2] = piece.z;
+      b[n][q][3] = piece.w;
       transpose_quad(b[n][q]);
     }
   }
@@ -125,9 +148,10 @@ struct PairSum {
 
   __device__ __forceinline__ void add_round(const float (&partial)[WARPS][NT][4][32], int round, int pair) {
     const int group = pair >> 6, part = (pair >> 5) & 1, lane = pair & 31;
+    const int first = NUM_ROUNDS == 1 ? 0 : round * WARPS;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
-      const int slice = round * WARPS + w;
+      const int slice = first + w;
       if (slice >= NUM_SLICES) break;
       low_quarter += partial[w][group][part][lane];
       high_quarter += partial[w][group][part + 2][lane];
@@ -142,6 +166,7 @@ struct PairSum {
 
 __device__ __forceinline__ float inverse_rms(const Shared& shared, int n, float eps) {
   float square = 0.0f;
+#pragma unroll
   for (int slice = 0; slice < NUM_SLICES; ++slice) square += shared.square[NORM ? slice : 0][n];
   return rsqrtf(square / K + eps);
 }
@@ -159,20 +184,32 @@ __device__ __forceinline__ void skinny_gemm(const bf16* __restrict__ x, const in
   PieceReader reader{Walk(num_tiles), 0, ring};
 #pragma unroll
   for (int stage = 0; stage < STAGES; ++stage) reader.issue(weight, stage);
-  if (NORM && threadIdx.x < K / 32) {
-    asm volatile("prefetch.global.L2 [%0];" :: "l"(norm + threadIdx.x * 32));
-  }
+  NormPart norm_part;
+  if (NORM) norm_part.load(norm, warp);
   launch_dependents();
   wait_for_previous();
+  RawOperand raw;
+  raw.load(x, row_ids, rows, warp);
 
   // pair -> result: lane and register of the product's layout
   const int r = (pair & 31) >> 2, n = (pair >> 6) * 8 + (pair & 3) * 2 + ((pair >> 5) & 1);
+  const bool has_result = pair < PAIRS && n < rows;
   u32 b[NT][4][4];
   int stage = 0, buffer = 0;
   float scale = 1.0f;
   for (Walk walk(num_tiles); !walk.is_over(); walk.advance()) {
+    Early early_part;
+    if (has_result && walk.round + 1 == NUM_ROUNDS) early_part = early(epilogue, walk.tile(), r, n);
     if (walk.index == 0 && (NUM_ROUNDS > 1 || walk.batch == 0)) {
-      load_operand(b, x, row_ids, rows, norm, walk.round * WARPS + warp, shared);
+      convert_operand(b, raw, norm_part, walk.round * WARPS + warp, shared);
+    }
+    if (NUM_ROUNDS > 1 && walk.index + 1 == walk.count) {  // the next round's, while this one is multiplied
+      const int next = (walk.round + 1 == NUM_ROUNDS ? 0 : walk.round + 1) * WARPS + warp;
+      const bool is_last = walk.round + 1 == NUM_ROUNDS && walk.batch + walk.count >= walk.num_tiles;
+      if (!is_last) {
+        raw.load(x, row_ids, rows, next);
+        if (NORM) norm_part.load(norm, next);
+      }
     }
     float sum[NT][4] = {};
 #pragma unroll
@@ -210,9 +247,9 @@ __device__ __forceinline__ void skinny_gemm(const bf16* __restrict__ x, const in
       if (walk.round + 1 < NUM_ROUNDS) {
         shared.held[walk.index * PAIRS + pair] =
             make_float4(total.low_quarter, total.high_quarter, total.low, total.high);
-      } else if (n < rows) {
+      } else if (has_result) {
         if (NORM && walk.index == 0 && walk.batch == 0) scale = inverse_rms(shared, n, eps);
-        finish(epilogue, walk.tile(), r, n, total.low * scale, total.high * scale);
+        finish(epilogue, early_part, walk.tile(), r, n, total.low * scale, total.high * scale);
       }
     }
     buffer ^= 1;

@@ -43,19 +43,10 @@ __device__ __forceinline__ float slice_square(const SlicePart& part) {
   return square + __shfl_xor_sync(~0u, square, 2);
 }
 
+// Times the norm's weight; the factor 1 / rms follows after the product, exact for the whole row.
 __device__ __forceinline__ void scale_pairs(uint4& piece, const float4& low, const float4& high) {
   piece.x = pack_bf16(bf16_low(piece.x) * low.x, bf16_high(piece.x) * low.y);
   piece.y = pack_bf16(bf16_low(piece.y) * low.z, bf16_high(piece.y) * low.w);
   piece.z = pack_bf16(bf16_low(piece.z) * high.x, bf16_high(piece.z) * high.y);
   piece.w = pack_bf16(bf16_low(piece.w) * high.z, bf16_high(piece.w) * high.w);
-}
-
-// Multiplies by the norm's weight; the factor 1 / rms follows after the product, exact for the whole row.
-__device__ __forceinline__ void scale_slice(SlicePart& part, const float* norm, int k) {
-  const int t = threadIdx.x & 3;
-#pragma unroll
-  for (int q = 0; q < 4; ++q) {
-    const int column = k + 32 * q + 8 * t;
-    if (column < K) scale_pairs(part.piece[q], load_float4(norm + column), load_float4(norm + column + 4));
-  }
 }

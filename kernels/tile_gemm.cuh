@@ -121,7 +121,7 @@ __device__ __forceinline__ void finish_scaled(const Epilogue& epilogue, const fl
                                               int tile, int r, int n, float low, float high) {
   if (tile >= TILES || n >= rows) return;
   const float scale = NORM ? __ldcg(scales + n) : 1.0f;
-  finish(epilogue, tile, r, n, low * scale, high * scale);
+  finish(epilogue, early(epilogue, tile, r, n), tile, r, n, low * scale, high * scale);
 }
 
 #if QUARTERS > 1 && HAS_PDL

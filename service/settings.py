@@ -216,8 +216,8 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str] | None = 
     """
     env = _environment(os.environ if environ is None else environ)
     values: dict[str, Any] = {}
-    config = flags.get("config") or env.pop(CONFIG_VARIABLE, None)
-    if config:
+    named = env.pop(CONFIG_VARIABLE, None)
+    if config := flags.get("config") or named:
         values |= _from_toml(Path(config))
     if port := env.pop("PORT", None):
         values["port"] = _convert(_BY_NAME["port"], port, "PORT", strict=False)

@@ -18,11 +18,14 @@ def main() -> int:
         print(f"--- {name}", flush=True)
         started_at = time.monotonic()
         if program == "lint-imports":  # has no `python -m` of its own
-            start = ["-c", "import sys; from importlinter.cli import lint_imports_command; lint_imports_command()"]
+            start = [
+                "-c",
+                "import sys; from importlinter.cli import lint_imports_command; lint_imports_command()",
+            ]
         else:
             start = ["-m", program]
         more = sys.argv[1:] if name == "tests" else []
-        code = subprocess.run([sys.executable, *start, *arguments, *more], check=False).returncode  # noqa: S603
+        code = subprocess.run([sys.executable, *start, *arguments, *more], check=False).returncode
         if code:
             print(f"--- {name} failed", flush=True)
             return code

@@ -13,11 +13,7 @@ from service.errors import ContextLengthError, GenerationError, PhotonError, Req
 from service.model.config import SamplingDefaults
 from service.text.chat_template import ChatTemplate
 from service.text.choice_text import ChoiceText
-from service.text.tokenizer import Tokenizer
-
-_LONG_TEXT = (
-    2_000  # characters; encoding more than about 3,000 takes a millisecond, so it is done in a thread
-)
+from service.text.tokenizer import LONG_TEXT, Tokenizer
 
 _StopReasons = dict[int, int | str]  # by stop token id: the id, or the stop string that it stands for
 
@@ -100,7 +96,7 @@ class TextGenerator:
 
     async def encode(self, text: str, field: str = "prompt") -> list[int]:
         """Ids of a raw prompt, with BOS if the tokenizer adds it."""
-        if len(text) < _LONG_TEXT:
+        if len(text) < LONG_TEXT:
             return self._tokenizer.encode_prompt(text)
         return await asyncio.to_thread(self._tokenizer.encode_prompt, text)
 
@@ -122,7 +118,7 @@ class TextGenerator:
                 field="messages",
             )
         num_chars = sum(100 + len(str(message.get("content") or "")) for message in messages)
-        if num_chars < _LONG_TEXT and not options.get("tools"):
+        if num_chars < LONG_TEXT and not options.get("tools"):
             return self._template.encode(messages, **options)
         return await asyncio.to_thread(self._template.encode, messages, **options)
 
@@ -319,8 +315,7 @@ class _Choice:
                 await self.stream.close("stop_string")
                 yield delta
                 return
-            if delta.text or delta.token_ids or delta.finish_reason:
-                yield delta
+            yield delta
 
     def _read(self, output: Output) -> Delta:
         text = self._text

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from service.engine.build import build_engine
 from service.engine.engine import Engine
@@ -194,7 +195,7 @@ def engine_logits(engine: Engine, ids: list[int]) -> np.ndarray[Any, Any]:
     scheduler = Scheduler(BlockPool(blocks, 4), len(ids), 1)
     scheduler.add(Request(id="r", prompt_ids=ids, params=SamplingParams(max_tokens=1)))
     batch = BatchBuilder(1, blocks, 4, ()).build(scheduler.schedule())
-    logits = np.empty((1, 300), np.float32)
+    logits: NDArray[np.float32] = np.empty((1, 300), np.float32)
     decoder.forward(
         batch.arrays,
         decoder.new_cache(blocks, 4),
@@ -202,4 +203,5 @@ def engine_logits(engine: Engine, ids: list[int]) -> np.ndarray[Any, Any]:
         np.zeros(1, np.int32),
         logits,
     )
-    return logits[0]
+    row: NDArray[np.float32] = logits[0]
+    return row

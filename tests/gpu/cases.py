@@ -51,7 +51,7 @@ def poisoned(shape: tuple[int, ...], dtype: Any = bfloat16) -> Any:
 def assert_close(result: Any, wanted: HostArray, tolerance: float = TOLERANCE) -> None:
     found = exact(result.get())
     assert np.isfinite(found).all(), f"{np.count_nonzero(~np.isfinite(found))} elements were not written"
-    error = np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-30)
+    error = float(np.linalg.norm(found - wanted)) / max(float(np.linalg.norm(wanted)), 1e-30)
     assert error < tolerance, f"relative error {error:.2e}"
 
 

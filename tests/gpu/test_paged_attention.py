@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 
 from service.tensor.cpu.paged_attention import paged_attention as reference
 from tests.gpu import cases
@@ -20,7 +21,7 @@ def filled_cache(rng: np.random.Generator, shape: cases.Shape, batch: Any, num_b
             count = min(shape.block_size, context - position)
             block = table[position // shape.block_size]
             cache[:, block, :, :count] = rng.standard_normal((2, shape.kv_heads, count, shape.head_dim))
-    return cache.astype(cases.bfloat16)
+    return cache.astype(bfloat16)
 
 
 def check(backend: Any, rng: np.random.Generator, shape: cases.Shape, batch: Any, num_blocks: int) -> None:
@@ -96,7 +97,7 @@ def test_blocks_beyond_two_to_the_31_elements(backend: Any, rng: np.random.Gener
     q = cases.device(cases.normal(rng, (92, 32, 64)))
     results = []
     for step, blocks in ((batch, 500), (high, num_blocks)):
-        keys, values = (cupy.zeros((blocks, 8, 16, 64), "uint16").view(cases.bfloat16) for _ in range(2))
+        keys, values = (cupy.zeros((blocks, 8, 16, 64), "uint16").view(bfloat16) for _ in range(2))
         keys[-500:], values[-500:] = cases.device(cache[0]), cases.device(cache[1])
         out = cases.poisoned(q.shape)
         backend.paged_attention(q, keys, values, cases.on_device(step), 0.125, out)

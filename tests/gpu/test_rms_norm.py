@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 
 from service.tensor.cpu.primitives import rms_norm as reference
 from tests.gpu import cases
@@ -27,7 +28,7 @@ def test_rows_are_normed(backend: Any, rng: np.random.Generator, dim: int, rows:
             backend.device, device_x, device_ids, rows, device_norm, 1e-5, is_split=is_split
         )
         memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(out, rows * dim * 2, backend), 0)
-        found = cases.exact(cupy.ndarray((rows, dim), cases.bfloat16, memory).get())
+        found = cases.exact(cupy.ndarray((rows, dim), bfloat16, memory).get())
         if is_split:
             memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(scales, rows * 4, backend), 0)
             found *= cupy.ndarray((rows,), np.float32, memory).get()[:, None]

@@ -306,6 +306,7 @@ def test_a_template_that_refuses_says_why() -> None:
         "{{ messages[7].content }}",
         "{{ messages[0].content + 1 }}",
         "{{ 1 // 0 }}",
+        "{{ '{1}'.format() }}",
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages[0].content.__class__.__init__.__globals__ }}",

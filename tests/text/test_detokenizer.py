@@ -87,6 +87,13 @@ def test_the_first_space_of_a_sentencepiece_text_is_dropped_and_no_other(words: 
     assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
 
 
+def test_an_id_without_text_costs_the_next_word_no_space() -> None:
+    tokenizer = make_tokenizer("pieces")
+    hello, world = tokenizer.vocab_size - 3, tokenizer.vocab_size - 2
+
+    assert pieces_of(tokenizer, [hello, 10**6, world]) == ["hello", "", " world", ""]
+
+
 def test_endless_replacement_characters_of_a_sentencepiece_model_are_shown_and_cost_no_memory() -> None:
     tokenizer = make_tokenizer("pieces")
     detokenizer = Detokenizer(tokenizer)

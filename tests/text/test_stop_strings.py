@@ -29,8 +29,9 @@ def naive(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 @given(text=LETTERS, stop=st.text("ab\n", min_size=1, max_size=6), cuts=CUTS)
-@example(text="aab", stop="ab", cuts=[1, 2])
-@example(text="abaabab", stop="abab", cuts=[5])
+@example(text="aaab", stop="aab", cuts=[1, 2])  # the end of one attempt begins the next
+@example(text="aabaaabaab", stop="aabaab", cuts=[5])
+@example(text="aabaaabaaac", stop="aabaaac", cuts=[])
 def test_the_text_ends_where_the_stop_string_begins(text: str, stop: str, cuts: list[int]) -> None:
     stops = StopStrings([stop])
 
@@ -42,6 +43,7 @@ def test_the_text_ends_where_the_stop_string_begins(text: str, stop: str, cuts: 
 
 @given(text=LETTERS, stops=STOPS, cuts=CUTS, include=st.booleans())
 @example(text="abcd", stops=["abcd", "bc"], cuts=[], include=False)
+@example(text="xab", stops=["ab", "b"], cuts=[1, 2], include=False)
 def test_of_several_the_one_complete_first_wins_whatever_the_pieces(
     text: str, stops: list[str], cuts: list[int], include: bool
 ) -> None:

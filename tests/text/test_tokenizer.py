@@ -15,7 +15,6 @@ from tests.text.samples import (
     LLAMA3_TOKENS,
     byte_level_json,
     make_tokenizer,
-    pieces_json,
     spec_of,
 )
 
@@ -179,12 +178,18 @@ def test_no_alias_takes_the_place_of_an_id_beyond_a_gap() -> None:
 
 
 def test_a_control_token_that_is_also_a_word_is_spelt_where_a_client_writes_it() -> None:
-    document = json.loads(pieces_json())
-    document["model"] |= {"ignore_merges": True}
+    document = json.loads(byte_level_json(("halt",)))
+    document["model"]["vocab"]["halt"] = document["added_tokens"][0]["id"]
+    document["model"]["ignore_merges"] = True
+    raw = tokenizers.Tokenizer.from_str(json.dumps(document))
+    raw.encode_special_tokens = True
+    tokenizer = Tokenizer(spec_of(json.dumps(document)))
 
-    tokenizer = Tokenizer(spec_of(json.dumps(document), "<s>"))
+    ids = tokenizer.encode("halt", allow_special=False)
 
-    assert tokenizer.special_ids.isdisjoint(tokenizer.encode("hello<s>", allow_special=False))
+    assert tokenizer.special_ids.issuperset(raw.encode("halt").ids)
+    assert tokenizer.special_ids.isdisjoint(ids)
+    assert tokenizer.decode(ids) == "halt"
 
 
 def test_a_broken_document_is_a_fault_of_the_model() -> None:
