@@ -1,11 +1,13 @@
 """Measures the CUDA backend with random weights: `python benchmarks/device.py PART... --out FILE`.
 
 Parts: `stages` times the stages of a decode step against the time that their bytes take; `decode` whole
-decode steps from CUDA graphs, sampling included; `prefill` whole prompts, launched one by one. Results are
+decode steps from CUDA graphs, sampling included; `prefill` whole prompts, launched one by one; `engine` the
+same through scheduler and runner, prompts of 128 and replies of 128 ids. Results are
 merged into the JSON file after every measurement; what it holds is not measured again (`--again` does).
 """
 
 import argparse
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,10 +19,13 @@ import cupy
 import numpy as np
 from ml_dtypes import bfloat16
 
+from service.bench import decode_rate, time_to_first_token
+from service.engine.cuda_runner import CudaRunner
+from service.engine.engine import Engine
 from service.model.config import ModelConfig
 from service.model.decoder import Activations, Decoder, KVCache
 from service.model.rope import RopeConfig
-from service.model.weights import LayerWeights
+from service.model.shapes import ShapeWeights
 from service.progress import NoProgress
 from service.tensor.backend import SampleArrays, SamplingArrays, StepArrays
 from service.tensor.cuda.backend import CudaBackend
@@ -62,52 +67,6 @@ MODELS = {
 }
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A tensor that exists by its shape alone."""
-
-    shape: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-
-class RandomWeights:
-    """A WeightSource of shapes."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self._config = config
-
-    def embedding(self) -> Any:
-        return Shape((self._config.vocab_size, self._config.dim))
-
-    def head(self) -> Any:
-        return None if self._config.tied_embeddings else self.embedding()
-
-    def final_norm(self) -> Any:
-        return np.ones(self._config.dim, np.float32)
-
-    def layer(self, index: int) -> LayerWeights:
-        config = self._config
-        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        head_norm: Any = np.ones(config.head_dim, np.float32) if config.qk_norm else None
-        shapes: Any = [Shape((rows, config.dim)) for rows in (q, kv, kv, config.ffn, config.ffn)]
-        return LayerWeights(
-            input_norm=self.final_norm(),
-            qkv=tuple(shapes[:3]),
-            qkv_bias=None,
-            q_norm=head_norm,
-            k_norm=head_norm,
-            o=Shape((config.dim, q)),  # type: ignore[arg-type]
-            o_bias=None,
-            post_norm=self.final_norm(),
-            gate_up=tuple(shapes[3:]),
-            gate_up_bias=None,
-            down=Shape((config.dim, config.ffn)),  # type: ignore[arg-type]
-            down_bias=None,
-        )
-
-
 class RandomBackend(CudaBackend):
     """Draws weights on the device instead of loading them."""
 
@@ -136,7 +95,7 @@ class Bench:
     @classmethod
     def make(cls, config: ModelConfig, max_rows: int, num_blocks: int) -> "Bench":
         backend = RandomBackend()
-        decoder = Decoder(config, RandomWeights(config), backend, 8192, NoProgress())
+        decoder = Decoder(config, ShapeWeights(config), backend, 8192, NoProgress())
         cache, buffers = decoder.new_cache(num_blocks, BLOCK_SIZE), decoder.new_activations(max_rows)
         return cls(config, backend, decoder, cache, buffers, cupy.cuda.Stream(non_blocking=True))
 
@@ -223,7 +182,9 @@ def sample_arrays(samples: int) -> SampleArrays:
     )
 
 
-def stage_steps(bench: Bench, batch: int) -> Iterator[tuple[str, int, Callable[[], None]]]:
+def stage_steps(  # noqa: C901  seven small functions
+    bench: Bench, batch: int
+) -> Iterator[tuple[str, int, Callable[[], None]]]:
     """Every stage by itself, over all layers: name, bytes that it must read, function that queues it."""
     decoder, backend, config = bench.decoder, bench.backend, bench.config
     arrays, eps = step_arrays(batch, 1, CONTEXT), config.rms_norm_eps
@@ -324,9 +285,43 @@ def run_prefill(bench: Bench, name: str, report: Report) -> None:
         report.add(key, {"us": round(bench.microseconds(queue, 10, 1), 1)})
 
 
+async def _run_engine(bench: Bench, name: str, report: Report) -> None:
+    """Through the real engine: submission to the first id on the host, then first to last id."""
+    max_running, max_step_tokens, num_blocks = 256, 2048, 256 * 16 + 256
+    sizes = {"num_blocks": num_blocks, "block_size": BLOCK_SIZE, "vocab_size": bench.config.vocab_size}
+    sizes |= {"max_step_tokens": max_step_tokens, "max_running": max_running, "max_model_len": 4096}
+    runner = CudaRunner(bench.decoder, bench.backend, **sizes)
+    for _ in runner.capture():
+        pass
+    engine = Engine(runner, **sizes, eos_token_ids=(), max_waiting=1024, prefix_cache=False)
+    await engine.start()
+    for prompt in (100, 2048):
+        key = f"{name} engine ttft {prompt}"
+        if report.lacks(key):
+            times = [await time_to_first_token(engine, prompt, number) for number in range(12)]
+            report.add(key, {"ms": round(1000 * median(times[2:]), 3)})
+    for batch in (1, 4, 8, 16, 64, 256):
+        key = f"{name} engine decode {batch}"
+        if report.lacks(key):
+            await decode_rate(engine, batch, output=8)
+            rate = await decode_rate(engine, batch, output=128)
+            floor = sum(linear.num_bytes for linear in bench.decoder.linears) / READ_TERABYTES / 1e6
+            report.add(
+                key, {"tokens_per_second": round(rate), "read_share": round(floor * rate / batch / 1e6, 3)}
+            )
+    await engine.stop()
+
+
+def run_engine(bench: Bench, name: str, report: Report) -> None:
+    asyncio.run(_run_engine(bench, name, report))
+
+
+_PARTS = {"stages": run_stages, "decode": run_decode, "prefill": run_prefill, "engine": run_engine}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="+", choices=["stages", "decode", "prefill"])
+    parser.add_argument("parts", nargs="+", choices=list(_PARTS))
     parser.add_argument("--model", action="append", choices=list(MODELS))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200.json"))
     parser.add_argument("--again", action="store_true")
@@ -335,7 +330,7 @@ def main() -> None:
     for name in options.model or MODELS:
         bench = Bench.make(MODELS[name], 2048, 256 * 16 + 1)
         for part in options.parts:
-            {"stages": run_stages, "decode": run_decode, "prefill": run_prefill}[part](bench, name, report)
+            _PARTS[part](bench, name, report)
         del bench
         cupy.get_default_memory_pool().free_all_blocks()
 

@@ -82,14 +82,14 @@ async def _offline(settings: Settings) -> dict[str, Any]:
     load_seconds = perf_counter() - started_at
     await engine.start()
     try:
-        await _decode(engine, 1, output=8)  # warm-up
+        await decode_rate(engine, 1, output=8)  # warm-up
         result: dict[str, Any] = {
             "load_seconds": load_seconds,
             "prefill": await _prefill(engine),
             "decode": {},
         }
         for batch in _BATCHES:
-            measured = await _decode(engine, batch, output=_OUTPUT)
+            measured = await decode_rate(engine, batch, output=_OUTPUT)
             ceiling = _gemm_ceiling(engine, batch)
             result["decode"][str(batch)] = {
                 "tokens_per_second": measured,
@@ -115,7 +115,7 @@ async def _times(engine: Engine, prompt: list[int], output: int) -> AsyncIterato
         yield perf_counter(), len(part.token_ids)
 
 
-async def _decode(engine: Engine, batch: int, output: int) -> float:
+async def decode_rate(engine: Engine, batch: int, output: int) -> float:
     """Tokens a second of `batch` requests together."""
 
     async def one(number: int) -> list[tuple[float, int]]:
@@ -128,13 +128,15 @@ async def _decode(engine: Engine, batch: int, output: int) -> float:
     return sum(count for reply in replies for at, count in reply if at > first_all) / (last - first_all)
 
 
+async def time_to_first_token(engine: Engine, prompt_tokens: int, number: int) -> float:
+    """Seconds from submission to the first id of a prompt that no other shares; `number` chooses it."""
+    started_at = perf_counter()
+    seconds = [at - started_at async for at, _ in _times(engine, _prompt(engine, prompt_tokens, number), 1)]
+    return seconds[0]
+
+
 async def _prefill(engine: Engine) -> dict[str, float]:
-    seconds = []
-    for number in range(3):
-        started_at = perf_counter()
-        async for at, _ in _times(engine, _prompt(engine, _LONG_PROMPT, number), 1):
-            seconds.append(at - started_at)
-    median = statistics.median(seconds)
+    median = statistics.median([await time_to_first_token(engine, _LONG_PROMPT, i) for i in range(3)])
     return {
         "prompt_tokens": _LONG_PROMPT,
         "ttft_ms": 1000 * median,

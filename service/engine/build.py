@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -10,6 +9,7 @@ from ml_dtypes import bfloat16
 from service.engine.cpu_runner import CpuRunner
 from service.engine.engine import Engine
 from service.engine.observer import EngineObserver
+from service.engine.runner import Runner
 from service.errors import SettingsError
 from service.model.checkpoint import Checkpoint
 from service.model.config import ModelConfig
@@ -22,8 +22,18 @@ from service.tensor.cpu.backend import CpuBackend
 log = logging.getLogger(__name__)
 
 _CPU_KV_CACHE_BYTES = 1 << 30
-_CPU_MAX_RUNNING = 64
-_CPU_STEP_TOKENS = 256
+
+
+@dataclass(slots=True, frozen=True)
+class DeviceLimits:
+    """What a device has, and what it does unless the settings say otherwise."""
+
+    max_running: int
+    max_step_tokens: int
+    weight_bytes: int  # of a parameter
+    value_bytes: int  # of an activation, and of a number in the KV cache
+    available_bytes: int | None  # that the model may take
+    kv_cache_bytes: int | None  # None: all that is left
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,6 +44,7 @@ class Plan:
     num_blocks: int
     max_running: int
     max_step_tokens: int
+    vocab_size: int
     ledger: MemoryLedger
 
 
@@ -49,19 +60,109 @@ def build_engine(
 
     Raises: SettingsError (device or dtype that is not there), MemoryBudgetError, ModelError.
     """
-    if settings.device == "cuda":
-        raise SettingsError("device: this version computes on the CPU only; use cpu or auto.")
-    dtype = _cpu_dtype(settings)
+    build = _build_cuda if wants_gpu(settings) else _build_cpu
+    runner, plan, numerics = build(checkpoint, settings, vocab_size, progress)
+    return Engine(
+        runner,
+        num_blocks=plan.num_blocks,
+        block_size=settings.block_size,
+        max_model_len=plan.max_model_len,
+        vocab_size=plan.vocab_size,
+        eos_token_ids=checkpoint.config.eos_token_ids,
+        max_step_tokens=plan.max_step_tokens,
+        max_running=plan.max_running,
+        max_waiting=settings.max_waiting,
+        numerics=numerics,
+        prefix_cache=settings.prefix_cache,
+        observer=observer,
+    )
+
+
+def wants_gpu(settings: Settings) -> bool:
+    """Whether to compute on a GPU. Raises: SettingsError: one was asked for that can't be used."""
+    if settings.device == "cpu":
+        return False
+    obstacle = _gpu_obstacle()
+    if obstacle is not None and settings.device == "cuda":
+        raise SettingsError(f"device: cuda can't be used: {obstacle}.")
+    if obstacle is not None:
+        log.info("computing on the CPU: %s", obstacle)
+    return obstacle is None
+
+
+def _gpu_obstacle() -> str | None:
+    try:
+        import cupy
+    except ImportError:
+        return "CuPy is not installed (pip install 'photoninfer[cuda13]', or [cuda12] for older drivers)"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"CUDA finds no GPU ({error})"
+    return None if count else "CUDA finds no GPU"
+
+
+def make_plan(checkpoint: Checkpoint, settings: Settings, vocab_size: int, limits: DeviceLimits) -> Plan:
+    """Sizes from settings, limits and the model's shape alone. Raises: SettingsError, MemoryBudgetError."""
     config = checkpoint.config
     vocab_size = min(vocab_size, config.vocab_size)
-    plan = plan_cpu(checkpoint, settings, vocab_size, dtype)
-    for line in plan.ledger.lines():
+    max_running = settings.max_running or limits.max_running
+    max_step_tokens = settings.max_step_tokens or limits.max_step_tokens
+    max_model_len = min(settings.max_model_len or config.max_positions, config.max_positions)
+    weights = checkpoint.num_parameters * limits.weight_bytes
+    rows = max(max_step_tokens, max_running)
+    per_row = config.dim + 2 * config.heads * config.head_dim + 4 * config.ffn
+    workspace = (
+        rows * per_row * limits.value_bytes
+        + max_running * vocab_size * 4  # logits
+        + max_model_len * config.head_dim * 4  # rotation
+    )
+    block_bytes = kv_block_bytes(config, settings.block_size, limits.value_bytes)
+    if settings.kv_cache_gib is not None:
+        kv_cache = int(settings.kv_cache_gib * 2**30)
+    elif limits.kv_cache_bytes is not None:
+        kv_cache = limits.kv_cache_bytes
+    else:
+        kv_cache = max(block_bytes, (limits.available_bytes or 0) - weights - workspace)
+    num_blocks = kv_cache // block_bytes
+    if num_blocks < 1:
+        raise SettingsError(
+            f"kv_cache_gib={settings.kv_cache_gib}: not one block fits. A block of {settings.block_size} "
+            f"tokens takes {block_bytes / 2**20:.1f} MiB: give at least {block_bytes / 2**30:.3f}."
+        )
+    ledger = MemoryLedger(
+        weights_bytes=weights, kv_cache_bytes=num_blocks * block_bytes, workspace_bytes=workspace
+    )
+    for line in ledger.lines():
         log.info("%s", line)
-    plan.ledger.check(available_host_bytes())
+    ledger.check(limits.available_bytes)
+    if num_blocks * settings.block_size < max_model_len:
+        max_model_len = num_blocks * settings.block_size
+        log.warning("the KV cache limits the context to %d tokens; kv_cache_gib raises it", max_model_len)
+    return Plan(max_model_len, num_blocks, max_running, max_step_tokens, vocab_size, ledger)
 
+
+def kv_block_bytes(config: ModelConfig, block_size: int, value_bytes: int) -> int:
+    """Bytes of keys and values of one block over all layers."""
+    return 2 * config.num_layers * config.kv_heads * config.head_dim * block_size * value_bytes
+
+
+def _build_cpu(
+    checkpoint: Checkpoint, settings: Settings, vocab_size: int, progress: Progress
+) -> tuple[Runner, Plan, str]:
+    dtype = {"auto": np.float32, "float32": np.float32, "bfloat16": bfloat16}[settings.dtype]
+    limits = DeviceLimits(
+        max_running=64,
+        max_step_tokens=256,
+        weight_bytes=np.dtype(dtype).itemsize,
+        value_bytes=4,
+        available_bytes=available_host_bytes(),
+        kv_cache_bytes=_CPU_KV_CACHE_BYTES,
+    )
+    plan = make_plan(checkpoint, settings, vocab_size, limits)
     progress.phase("loading weights")
     backend = CpuBackend(dtype)
-    decoder = Decoder(config, checkpoint.weights, backend, plan.max_model_len, progress)
+    decoder = Decoder(checkpoint.config, checkpoint.weights, backend, plan.max_model_len, progress)
     progress.phase("starting the engine")
     runner = CpuRunner(
         decoder,
@@ -70,54 +171,75 @@ def build_engine(
         block_size=settings.block_size,
         max_step_tokens=plan.max_step_tokens,
         max_running=plan.max_running,
-        vocab_size=vocab_size,
+        vocab_size=plan.vocab_size,
     )
-    return Engine(
-        runner,
+    return runner, plan, f"cpu-{np.dtype(dtype).name}"
+
+
+def _build_cuda(
+    checkpoint: Checkpoint, settings: Settings, vocab_size: int, progress: Progress
+) -> tuple[Runner, Plan, str]:
+    import cupy  # here: most of these modules can't be imported without CuPy
+
+    from service.engine.cuda_kernels import kernels_of
+    from service.engine.cuda_runner import CudaRunner
+    from service.tensor.cuda.backend import CudaBackend
+    from service.tensor.cuda.device import CudaDevice
+
+    config = checkpoint.config
+    _require_cuda_shapes(config, settings)
+    free_bytes, _ = cupy.cuda.runtime.memGetInfo()
+    limits = DeviceLimits(
+        max_running=256,
+        max_step_tokens=2048,
+        weight_bytes=2,
+        value_bytes=2,
+        available_bytes=int(free_bytes * settings.gpu_memory_fraction),
+        kv_cache_bytes=None,
+    )
+    plan = make_plan(checkpoint, settings, vocab_size, limits)
+    device = CudaDevice(settings.cache_path / "cubin")
+    log.info("computing on %s", device.name)
+    progress.phase("compiling kernels")
+    kernels = kernels_of(
+        config,
+        vocab_size=plan.vocab_size,
+        block_size=settings.block_size,
+        max_running=plan.max_running,
+        arch=device.arch,
+        num_multiprocessors=device.num_multiprocessors,
+    )
+    device.prepare(kernels, lambda done, total: progress.update(done, total, "kernels"))
+    progress.phase("loading weights")
+    backend = CudaBackend(device)
+    decoder = Decoder(config, checkpoint.weights, backend, plan.max_model_len, progress)
+    runner = CudaRunner(
+        decoder,
+        backend,
         num_blocks=plan.num_blocks,
         block_size=settings.block_size,
-        max_model_len=plan.max_model_len,
-        vocab_size=vocab_size,
-        eos_token_ids=config.eos_token_ids,
         max_step_tokens=plan.max_step_tokens,
         max_running=plan.max_running,
-        max_waiting=settings.max_waiting,
-        numerics=f"cpu-{np.dtype(dtype).name}",
-        prefix_cache=settings.prefix_cache,
-        observer=observer,
+        vocab_size=plan.vocab_size,
+        max_model_len=plan.max_model_len,
     )
+    progress.phase("capturing graphs")
+    for done, total in runner.capture():
+        progress.update(done, total, "graphs")
+    return runner, plan, "cuda-bfloat16"
 
 
-def plan_cpu(checkpoint: Checkpoint, settings: Settings, vocab_size: int, dtype: Any) -> Plan:
-    """Sizes for the NumPy backend, from settings and the model's shape alone."""
-    config = checkpoint.config
-    block_bytes = kv_block_bytes(config, settings.block_size, itemsize=4)
-    wanted = _CPU_KV_CACHE_BYTES if settings.kv_cache_gib is None else int(settings.kv_cache_gib * 2**30)
-    num_blocks = wanted // block_bytes
-    if num_blocks < 1:
+def _require_cuda_shapes(config: ModelConfig, settings: Settings) -> None:
+    """Raises: SettingsError: shapes that the kernels are not written for."""
+    if settings.dtype == "float32":
+        raise SettingsError("dtype: float32 is for the CPU; on a GPU use auto or bfloat16.")
+    if settings.block_size not in (8, 16, 32, 64, 128, 256):
+        raise SettingsError(f"block_size: {settings.block_size} is no power of two from 8 to 256; use 16.")
+    if config.head_dim % 16 or config.head_dim > 128:
         raise SettingsError(
-            f"kv_cache_gib={settings.kv_cache_gib}: not one block fits. A block of {settings.block_size} "
-            f"tokens takes {block_bytes / 2**20:.1f} MiB: give at least {block_bytes / 2**30:.3f}."
+            f"device: the GPU kernels need a head_dim that is a multiple of 16 up to 128, and this model "
+            f"has {config.head_dim}; use device cpu."
         )
-    max_model_len = min(settings.max_model_len or config.max_positions, config.max_positions)
-    if num_blocks * settings.block_size < max_model_len:
-        max_model_len = num_blocks * settings.block_size
-        log.warning("the KV cache limits the context to %d tokens; kv_cache_gib raises it", max_model_len)
-    max_running = settings.max_running or _CPU_MAX_RUNNING
-    max_step_tokens = settings.max_step_tokens or _CPU_STEP_TOKENS
-    rows_bytes = max_step_tokens * (config.dim + 2 * config.heads * config.head_dim + 4 * config.ffn) * 4
-    ledger = MemoryLedger(
-        weights_bytes=checkpoint.num_parameters * np.dtype(dtype).itemsize,
-        kv_cache_bytes=num_blocks * block_bytes,
-        workspace_bytes=rows_bytes + max_running * vocab_size * 4 + max_model_len * config.head_dim * 4,
-    )
-    return Plan(max_model_len, num_blocks, max_running, max_step_tokens, ledger)
-
-
-def kv_block_bytes(config: ModelConfig, block_size: int, itemsize: int) -> int:
-    """Bytes of keys and values of one block over all layers."""
-    return 2 * config.num_layers * config.kv_heads * config.head_dim * block_size * itemsize
-
-
-def _cpu_dtype(settings: Settings) -> Any:
-    return {"auto": np.float32, "float32": np.float32, "bfloat16": bfloat16}[settings.dtype]
+    odd = [size for size in (config.dim, config.ffn) if size % 8]
+    if odd:
+        raise SettingsError(f"device: the GPU kernels need sizes in eights, not {odd[0]}; use device cpu.")

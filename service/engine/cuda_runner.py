@@ -7,7 +7,7 @@ them, so a second step can be queued while the first one runs. A thread of its o
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,9 @@ from service.tensor.backend import Backend, SampleArrays, SamplingArrays, StepAr
 Array = Any
 HostArray = NDArray[Any]
 
-_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-_MAX_SPARSE = 1 << 20  # ids of penalties, and of bias, in one step
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+NARROWEST_TABLE = 64  # blocks; wider block tables come in steps of four times
+_FIRST_SPARSE = 1 << 16  # ids of penalties, and of bias, that a step has room for at first
 _NUM_STAGES = 3  # host buffers in turn: one more than steps in flight
 
 
@@ -75,6 +76,7 @@ class CudaRunner:
     def launch(self, batch: Batch) -> Future[StepResult]:
         stage = self._stages[self._num_launched % _NUM_STAGES]
         self._num_launched += 1
+        self._make_room(max(len(batch.sampling.seen_ids), len(batch.sampling.bias_ids)))
         with self._stream:
             is_decode = batch.arrays.num_decode == len(batch.arrays.lanes)
             padded = self._padded(batch) if is_decode else batch
@@ -89,13 +91,17 @@ class CudaRunner:
     def close(self) -> None:
         self._waiter.shutdown()
 
-    def capture(self, max_batch: int) -> Iterator[tuple[int, int]]:
-        """Capture decode graphs of short contexts for batches up to `max_batch`; yields (done, total)."""
-        buckets = [bucket for bucket in _BUCKETS if bucket <= self._bucket(max_batch)]
+    def capture(self) -> Iterator[tuple[int, int]]:
+        """Capture decode graphs of short contexts for every bucket; yields (done, total).
+
+        Before them one prefill, so that the first request does not wait for libraries to load.
+        """
+        self.launch(_prefill_batch(self._block_size, self._null_block, self._max_running)).result()
+        buckets = [bucket for bucket in BUCKETS if bucket < self._max_running] + [self._max_running]
         for done, bucket in enumerate(reversed(buckets), 1):
             empty = _padding_batch(bucket, self._null_block, self._block_size, self._max_running)
             with self._stream:
-                arrays, sampling = self._stages[0].upload(empty, self._stream)
+                arrays, sampling = self._stages[0].upload(self._padded(empty), self._stream)
                 self._replay(arrays, sampling)
                 self._stream.synchronize()
             yield done, len(buckets)
@@ -118,18 +124,23 @@ class CudaRunner:
             return  # this step has been run above
         graph.launch(self._stream)
 
+    def _make_room(self, num_sparse: int) -> None:
+        """For more penalties than ever before; graphs hold the old addresses, so they go."""
+        if num_sparse > self._device.max_sparse:
+            self._stream.synchronize()
+            self._graphs.clear()
+            self._device.make_sparse(1 << (num_sparse - 1).bit_length())
+
     def _bucket(self, num_requests: int) -> int:
-        return next(
-            (b for b in _BUCKETS if b >= num_requests and b <= self._max_running), self._max_running
-        )
+        return next((b for b in BUCKETS if b >= num_requests and b <= self._max_running), self._max_running)
 
     def _padded(self, batch: Batch) -> Batch:
         """The batch with rows up to the next bucket, and a block table as wide as one of a few widths."""
-        bucket = self._bucket(len(batch.sampled))
+        count = len(batch.arrays.lanes)
         padding = _padding_batch(
-            bucket - len(batch.sampled), self._null_block, self._block_size, self._max_running
+            self._bucket(count) - count, self._null_block, self._block_size, self._max_running
         )
-        width = 64
+        width = NARROWEST_TABLE
         while width < batch.arrays.block_tables.shape[1]:
             width *= 4
         return _joined(batch, padding, min(width, self._max_blocks))
@@ -170,11 +181,13 @@ class _DeviceArrays:
         self.total = total
         self.packed = cupy.zeros(total, np.int32)
         self.tables = cupy.zeros((max_requests, max_blocks), np.int32)
-        self.seen_ids, self.seen_counts = (cupy.zeros(_MAX_SPARSE, np.int32) for _ in range(2))
-        self.bias_ids, self.bias_values = (
-            cupy.zeros(_MAX_SPARSE, np.int32),
-            cupy.zeros(_MAX_SPARSE, np.float32),
-        )
+        self.make_sparse(_FIRST_SPARSE)
+
+    def make_sparse(self, length: int) -> None:
+        """Room for `length` ids of penalties and as many of bias in one step."""
+        self.max_sparse = length
+        self.seen_ids, self.seen_counts, self.bias_ids = (cupy.zeros(length, np.int32) for _ in range(3))
+        self.bias_values = cupy.zeros(length, np.float32)
 
     def view(self, name: str, length: int, dtype: Any = np.int32) -> Array:
         start = self.starts[name]
@@ -189,7 +202,7 @@ class _HostStage:
         self._device = device
         self._packed = _pinned((device.total,), np.int32)
         self._tables = _pinned(device.tables.shape, np.int32)
-        self._sparse = _pinned((4, _MAX_SPARSE), np.int32)
+        self._sparse = _pinned((4, device.max_sparse), np.int32)
         self._ids = _pinned((2, max_requests), np.int32)
         self._logprobs = _pinned((max_requests,), np.float32)
         self._top_ids = _pinned((max_requests, MAX_TOP_LOGPROBS), np.int32)
@@ -276,6 +289,8 @@ class _HostStage:
         )
 
     def _upload_sparse(self, sampling: SamplingArrays, stream: Any) -> None:
+        if self._sparse.shape[1] < self._device.max_sparse:
+            self._sparse = _pinned((4, self._device.max_sparse), np.int32)
         parts = (
             (sampling.seen_ids, self._device.seen_ids),
             (sampling.seen_counts, self._device.seen_counts),
@@ -284,8 +299,6 @@ class _HostStage:
         )
         for row, (host, target) in enumerate(parts):
             count = len(host)
-            if count > _MAX_SPARSE:
-                raise ValueError(f"{count} ids of penalties or bias in one step; {_MAX_SPARSE} fit")
             if count:
                 self._sparse[row, :count] = host.view(np.int32)
                 target[:count].set(self._sparse[row, :count].view(target.dtype), stream=stream)
@@ -334,6 +347,23 @@ def _padding_batch(count: int, null_block: int, block_size: int, lane: int) -> B
         max_top_logprobs=-1,
     )
     return Batch(arrays, sampling, [])
+
+
+def _prefill_batch(count: int, null_block: int, lane: int) -> Batch:
+    """One request of `count` rows, at most a block, that touches nothing but the null block and lane."""
+    one = _padding_batch(1, null_block, count, lane)
+    positions = np.arange(count, dtype=np.int32)
+    arrays = replace(
+        one.arrays,
+        token_ids=np.zeros(count, np.int32),
+        positions=positions,
+        slot_mapping=null_block * count + positions,
+        row_starts=np.array([0, count], np.int32),
+        context_lens=np.array([count], np.int32),
+        sample_rows=np.array([count - 1], np.int32),
+        num_decode=0,
+    )
+    return Batch(arrays, one.sampling, [])
 
 
 def _joined(batch: Batch, padding: Batch, width: int) -> Batch:

@@ -30,8 +30,9 @@ class CudaBackend:
 
     activation_dtype = np.dtype(bfloat16)
 
-    def __init__(self) -> None:
-        self.device = CudaDevice()
+    def __init__(self, device: Any = None) -> None:
+        """`device`: a CudaDevice; None: the current GPU."""
+        self.device = CudaDevice() if device is None else device
         self.device_name = self.device.name
         self._num_decode = 0  # of the step that runs; `embed` begins one
 

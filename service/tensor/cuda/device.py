@@ -1,20 +1,30 @@
 """What the ops of one GPU share: its kernels, scratch memory and stream."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib import import_module
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import cupy
+import numpy as np
 
 from service.errors import KernelError
-from service.tensor.cuda.kernels import device_arch, load_kernel
+from service.tensor.cuda.kernels import KernelId, device_arch, load_module
 from service.tensor.cuda.launch import CudaKernel
+
+_CUDA_R_16BF = 14  # cudaDataType
+_ONE_AND_ZERO = np.array([1, 0], np.float32)  # alpha and beta, read on the host
+_COMPILERS = 16  # threads; NVRTC runs without Python's lock
 
 
 class CudaDevice:
     """The current GPU. Ops queue on CuPy's current stream of the calling thread, one thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, cubin_dir: Path | None = None) -> None:
+        """`cubin_dir`: kernels that `photoninfer compile` has left."""
+        self._cubin_dir = cubin_dir
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
         self.name: str = properties["name"].decode()
         self.num_multiprocessors: int = properties["multiProcessorCount"]
@@ -23,6 +33,7 @@ class CudaDevice:
         self._kernels: dict[Any, CudaKernel] = {}
         self._scratch: dict[str, Any] = {}
         self._retired: list[Any] = []
+        self._cublas: Any = None
 
     @property
     def stream(self) -> int:
@@ -41,9 +52,59 @@ class CudaDevice:
         key = (name, entry, tuple(defines.items()))
         found = self._kernels.get(key)
         if found is None:
-            found = CudaKernel(load_kernel(name, defines, entry), signature, **options)
+            module = load_module(KernelId(name, tuple(defines.items())), self._cubin_dir)
+            found = CudaKernel(module.get_function(entry or name), signature, **options)
             self._kernels[key] = found
         return found
+
+    def prepare(self, kernels: Iterable[KernelId], progress: Callable[[int, int], None]) -> None:
+        """Compile kernels side by side, or load them from CuPy's cache. `progress`: (done, all).
+
+        Raises: KernelError with the compiler's log.
+        """
+        wanted = list(dict.fromkeys(kernels))
+        number = cupy.cuda.Device().id
+
+        def compile_one(kernel: KernelId) -> None:
+            cupy.cuda.Device(number).use()
+            load_module(kernel, self._cubin_dir)
+
+        with ThreadPoolExecutor(_COMPILERS, thread_name_prefix="compile") as pool:
+            for done, future in enumerate(as_completed([pool.submit(compile_one, k) for k in wanted]), 1):
+                future.result()
+                progress(done, len(wanted))
+
+    def multiply(
+        self, weight: int, x: int, out: int, outputs: int, rows: int, inputs: int, *, adds: bool
+    ) -> None:
+        """out = x weight^T, or out += it, through cuBLAS. Addresses of row-major bfloat16 matrices."""
+        cublas = import_module("cupy_backends.cuda.libs.cublas")
+        if self._cublas is None:  # not CuPy's own handle: that is one a thread
+            self._cublas = cublas.create()
+        handle = self._cublas
+        cublas.setStream(handle, self.stream)
+        factors = _ONE_AND_ZERO.ctypes.data
+        cublas.gemmEx(
+            handle,
+            cublas.CUBLAS_OP_T,
+            cublas.CUBLAS_OP_N,
+            outputs,
+            rows,
+            inputs,
+            factors,
+            weight,
+            _CUDA_R_16BF,
+            inputs,
+            x,
+            _CUDA_R_16BF,
+            inputs,
+            factors if adds else factors + 4,
+            out,
+            _CUDA_R_16BF,
+            outputs,
+            cublas.CUBLAS_COMPUTE_32F,
+            cublas.CUBLAS_GEMM_DEFAULT,
+        )
 
     def scratch(self, name: str, shape: tuple[int, ...], itemsize: int, *, zeroed: bool = False) -> int:
         """The address of temporary memory, valid until the same name is asked for again.

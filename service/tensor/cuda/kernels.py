@@ -5,11 +5,10 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-import platformdirs
 
 from service.errors import KernelError
 
@@ -17,6 +16,14 @@ Defines = Mapping[str, int]
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelId:
+    """A specialisation: kernels/<name>.cu with these defines."""
+
+    name: str
+    defines: tuple[tuple[str, int], ...]
 
 
 @cache
@@ -50,14 +57,12 @@ def compile_options(arch: str, defines: Defines) -> tuple[str, ...]:
     return (f"-arch={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines.items()))
 
 
-def compile_cubin(name: str, arch: str, defines: Defines) -> bytes:
-    """Compile `kernels/<name>.cu` without a GPU or a driver.
-
-    Raises: KernelError with the compiler's log.
-    """
+def compile_cubin(kernel: KernelId, arch: str) -> bytes:
+    """Compile without a GPU or a driver. Raises: KernelError with the compiler's log."""
     from cupy._core import core  # the options that RawModule adds to its own
     from cupy.cuda import nvrtc
 
+    name, defines = kernel.name, dict(kernel.defines)
     options = core.assemble_cupy_compiler_options(()) + compile_options(arch, defines)
     program = nvrtc.createProgram(source_text(f"{name}.cu"), f"{name}.cu", (), ())
     try:
@@ -65,48 +70,51 @@ def compile_cubin(name: str, arch: str, defines: Defines) -> bytes:
         cubin: bytes = nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
-        raise KernelError(f"kernels/{name}.cu does not compile with {dict(defines)}:\n{log}") from error
+        raise KernelError(f"kernels/{name}.cu does not compile with {defines}:\n{log}") from error
     finally:
         nvrtc.destroyProgram(program)
     return cubin
 
 
-def cubin_path(name: str, arch: str, defines: Defines, cache_dir: Path | None = None) -> Path:
+def cubin_path(kernel: KernelId, arch: str, folder: Path) -> Path:
     """Where the cubin of one specialisation is kept: the name stands for everything that it depends on."""
     from cupy.cuda import nvrtc
 
-    content = repr((source_text(f"{name}.cu"), compile_options(arch, defines), nvrtc.getVersion()))
-    folder = cache_dir or Path(platformdirs.user_cache_dir("photoninfer")) / "cubin"
-    return folder / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:32]}.cubin"
+    options = compile_options(arch, dict(kernel.defines))
+    content = repr((source_text(f"{kernel.name}.cu"), options, nvrtc.getVersion()))
+    return folder / f"{kernel.name}-{hashlib.sha256(content.encode()).hexdigest()[:32]}.cubin"
 
 
-def store_cubin(name: str, arch: str, defines: Defines, cache_dir: Path | None = None) -> Path:
-    """Compile into the cache, unless it is there."""
-    path = cubin_path(name, arch, defines, cache_dir)
+def store_cubin(kernel: KernelId, arch: str, folder: Path) -> Path:
+    """Compile into the cache, unless it is there. Raises: KernelError with the compiler's log."""
+    path = cubin_path(kernel, arch, folder)
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
+        cubin = compile_cubin(kernel, arch)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(compile_cubin(name, arch, defines))
+            file.write(cubin)
         os.replace(file.name, path)
     return path
 
 
-def load_kernel(name: str, defines: Defines, entry: str | None = None) -> Any:
-    """The kernel `entry` (else `name`) of `kernels/<name>.cu`, compiled for the current device.
+@cache
+def load_module(kernel: KernelId, cubin_dir: Path | None) -> Any:
+    """Compiled for the current device: from our cubins, or by CuPy, which keeps a cache of its own.
 
     Raises: KernelError with the compiler's log.
     """
     import cupy  # here, not above: the CPU backend must work where CuPy is not installed
 
-    arch = device_arch()
-    path = cubin_path(name, arch, defines)
-    if path.is_file():
-        return cupy.RawModule(path=str(path)).get_function(entry or name)
+    name, defines, arch = kernel.name, dict(kernel.defines), device_arch()
+    path = None if cubin_dir is None else cubin_path(kernel, arch, cubin_dir)
+    if path is not None and path.is_file():
+        return cupy.RawModule(path=str(path))
     module = cupy.RawModule(code=source_text(f"{name}.cu"), options=compile_options(arch, defines))
     try:
-        return module.get_function(entry or name)
+        module.get_function(name)
     except cupy.cuda.compiler.CompileException as error:
-        raise KernelError(f"kernels/{name}.cu does not compile with {dict(defines)}:\n{error}") from error
+        raise KernelError(f"kernels/{name}.cu does not compile with {defines}:\n{error}") from error
+    return module
 
 
 def device_arch() -> str:

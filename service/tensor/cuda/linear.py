@@ -1,11 +1,7 @@
 """Weights of the CUDA backend, and how a product with few or many rows is launched."""
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
-
-import cupy
-import numpy as np
 
 from service.tensor.cuda.device import CudaDevice, address
 
@@ -13,8 +9,6 @@ _MAX_QUARTERED = 8192  # outputs; wider weights fill the GPU without cutting K
 _SLICE = 128  # of kernels/slices.cuh
 _WARPS, _STAGES = 16, 3  # of kernels/skinny_gemm.cuh
 _TILE_STAGES = 4  # of kernels/tile_gemm.cuh
-_CUDA_R_16BF = 14  # cudaDataType
-_ONE_AND_ZERO = np.array([1, 0], np.float32)  # alpha and beta, read on the host
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,30 +101,7 @@ def _skinny_shared_bytes(columns: int, tiles: int, groups: int, has_norm: bool) 
 def multiply_rows(
     device: CudaDevice, x: int, rows: int, linear: CudaLinear, out: int, *, adds: bool
 ) -> None:
-    """out = x weight^T, or out += it, through cuBLAS. Shapes: x [rows, in]; out [rows, out], bfloat16."""
-    cublas = import_module("cupy_backends.cuda.libs.cublas")
-    handle = cupy.cuda.device.get_cublas_handle()
-    cublas.setStream(handle, device.stream)
-    out_features, in_features = linear.out_features, linear.in_features
-    factors = _ONE_AND_ZERO.ctypes.data
-    cublas.gemmEx(
-        handle,
-        cublas.CUBLAS_OP_T,
-        cublas.CUBLAS_OP_N,
-        out_features,
-        rows,
-        in_features,
-        factors,
-        address(linear.weight),
-        _CUDA_R_16BF,
-        in_features,
-        x,
-        _CUDA_R_16BF,
-        in_features,
-        factors if adds else factors + 4,
-        out,
-        _CUDA_R_16BF,
-        out_features,
-        cublas.CUBLAS_COMPUTE_32F,
-        cublas.CUBLAS_GEMM_DEFAULT,
+    """out = x weight^T, or out += it, for rows of a prefill. Shapes: x [rows, in]; out [rows, out]."""
+    device.multiply(
+        address(linear.weight), x, out, linear.out_features, rows, linear.in_features, adds=adds
     )
