@@ -70,9 +70,9 @@ MODELS = {
 class RandomBackend(CudaBackend):
     """Draws weights on the device instead of loading them."""
 
-    def linear(self, parts: Any, biases: Any = None) -> CudaLinear:
+    def linear(self, parts: Any, biases: Any = None, norm: Any = None) -> CudaLinear:
         outputs, inputs = sum(len(part) for part in parts), parts[0].shape[1]
-        weight = self.empty((outputs, inputs), bfloat16)
+        weight = self.zeros((-(-outputs // 16) * 16, inputs), bfloat16)[:outputs]
         for start in range(0, outputs, 8192):
             rows = min(8192, outputs - start)
             weight[start : start + rows] = (
@@ -197,7 +197,7 @@ def stage_steps(  # noqa: C901  seven small functions
     def qkv() -> None:
         for layer, (keys, values) in zip(layers, caches, strict=True):
             norms = (layer.q_norm, layer.k_norm, decoder._rope)
-            backend.qkv_rope_cache(x, layer.input_norm, eps, layer.qkv, *norms, arrays, keys, values, q)
+            backend.qkv_rope_cache(x, eps, layer.qkv, *norms, arrays, keys, values, q)
 
     def attention() -> None:
         for keys, values in caches:
@@ -209,7 +209,7 @@ def stage_steps(  # noqa: C901  seven small functions
 
     def gate_up() -> None:
         for layer in layers:
-            backend.gate_up_silu(x, layer.post_norm, eps, layer.gate_up, hidden)
+            backend.gate_up_silu(x, eps, layer.gate_up, hidden)
 
     def down() -> None:
         for layer in layers:
@@ -325,10 +325,14 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=list(MODELS))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200.json"))
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--portable", action="store_true", help="the kernels of cards other than sm_90")
     options = parser.parse_args()
     report = Report(options.out, options.again)
     for name in options.model or MODELS:
         bench = Bench.make(MODELS[name], 2048, 256 * 16 + 1)
+        if options.portable:
+            bench.backend.device.has_warpgroups = False
+            name += " portable"
         for part in options.parts:
             _PARTS[part](bench, name, report)
         del bench

@@ -66,6 +66,25 @@ __device__ __forceinline__ float4 load_float4(const float* source) {
   return *reinterpret_cast<const float4*>(source);
 }
 
+// Four values that lie side by side.
+__device__ __forceinline__ void store_bf16x4(bf16* target, const float4& v) {
+  *reinterpret_cast<uint2*>(target) = make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
+}
+
+__device__ __forceinline__ float4 unpack_bf16x4(const uint2& v) {
+  return make_float4(bf16_low(v.x), bf16_high(v.x), bf16_low(v.y), bf16_high(v.y));
+}
+
+__device__ __forceinline__ uint2 load8(const void* source) {
+  uint2 v;
+  asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(source) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float4 operator+(const float4& a, const float4& b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(~0u, x, step);

@@ -1,8 +1,8 @@
 // head_logits: final RMSNorm and LM head of the rows that are sampled.
 //
-// Launch    NT > 0: skinny_gemm.cuh, which norms and gathers too; NT = 0: tile_gemm.cuh, after rms_norm
-// Layout    x [.., K], weight [at least M, K]: bfloat16; row_ids int32 [rows]; out float32 [rows, M]
-// Defines   K, M (ids of the tokenizer), TILES = ceil(M / 16), QUARTERS, NORM = 1, NT, and MB, NB where NT is 0
+// Launch    WGS > 0: warpgroup_gemm.cuh (sm_90a); WGS = 0: skinny_gemm.cuh; rms_norm.cu comes before
+// Layout    x [rows, K], weight [at least M, K]: bfloat16; out float32 [rows, M]
+// Defines   K, M (ids of the tokenizer), TILES = ceil(M / 16), QUARTERS, NORM = 0; and those of the header
 // Traffic   the weight once, 4 * rows * M bytes written
 // Numerics  as gate_up_silu.cu
 // Checked   tests/gpu/test_head_logits.py against service/tensor/cpu/head_logits.py
@@ -20,32 +20,43 @@ __device__ __forceinline__ long long weight_row(int tile, int r) {
   return row < M ? row : -1;
 }
 
+__device__ __forceinline__ int2 tile_place(int tile) { return make_int2(tile, 0); }
+
 struct Early {};
 
 __device__ __forceinline__ Early early(const Epilogue&, int, int, int) { return {}; }
 
-__device__ __forceinline__ void finish(const Epilogue& out, const Early&, int tile, int r, int n, float low,
-                                       float high) {
+__device__ __forceinline__ void finish(const Epilogue& out, const Early&, int tile, int r, int n, float4 low,
+                                       float4 high) {
   const int row = tile * 16 + r;
   float* target = out.out + static_cast<long long>(n) * M + row;
-  if (row < M) target[0] = low;
-  if (row + 8 < M) target[8] = high;
+  const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  if (M % 4 == 0 && row + 12 <= M) {
+    *reinterpret_cast<float4*>(target) = low;
+    *reinterpret_cast<float4*>(target + 8) = high;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int offset = i & 3 | (i & 4) << 1;
+    if (row + offset < M) target[offset] = values[i];
+  }
 }
 
-#if NT > 0
+#if WGS > 0
+#include "warpgroup_gemm.cuh"
+
+extern "C" __global__ __launch_bounds__(THREADS + 32, 1)
+void head_logits(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, int rows, float eps,
+                float* out) {
+  warpgroup_gemm(weight, x, rows, eps, Epilogue{out});
+}
+#else
 #include "skinny_gemm.cuh"
 
 extern "C" __global__ __launch_bounds__(512, NT <= 2 ? 2 : 1)
-void head_logits(const bf16* __restrict__ x, const int* __restrict__ row_ids, int rows,
-                 const bf16* __restrict__ weight, const float* __restrict__ norm, float eps, float* out) {
-  skinny_gemm(x, row_ids, rows, weight, norm, eps, Epilogue{out});
-}
-#else
-#include "tile_gemm.cuh"
-
-extern "C" __global__ __launch_bounds__(256, 1)
-void head_logits(const bf16* __restrict__ x, int rows, const bf16* __restrict__ weight,
-                 const float* __restrict__ scales, float* out) {
-  tile_gemm(x, rows, weight, scales, Epilogue{out});
+void head_logits(const bf16* __restrict__ x, int rows, const bf16* __restrict__ weight, float eps,
+                float* out) {
+  skinny_gemm(x, rows, weight, eps, Epilogue{out});
 }
 #endif

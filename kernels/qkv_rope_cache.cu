@@ -3,10 +3,10 @@
 //
 // A tile of 16 weight rows is 8 of a head's first half and their partners of the second half.
 //
-// Launch    NT > 0: skinny_gemm.cuh, which norms too; NT = 0: tile_gemm.cuh, after rms_norm
+// Launch    WGS > 0: warpgroup_gemm.cuh (sm_90a); WGS = 0: skinny_gemm.cuh
 // Layout    x [rows, K]; weight [(HEADS + 2 KV_HEADS) HEAD_DIM, K]: bfloat16; bias float32 or null; rope.cuh;
 //           raw bfloat16 [rows, (HEADS + 2 KV_HEADS) HEAD_DIM], written where RAW is 1
-// Defines   K, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, RAW, TILES, QUARTERS, NORM = 1, NT, and MB, NB where NT is 0
+// Defines   K, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, RAW, TILES, QUARTERS, NORM = 1; and those of the header
 // Traffic   the weight once
 // Numerics  as gate_up_silu.cu; rotation in float32
 // Checked   tests/gpu/test_qkv_rope_cache.py against service/tensor/cpu/qkv_rope_cache.py
@@ -29,6 +29,8 @@ __device__ __forceinline__ long long weight_row(int tile, int r) {
   return static_cast<long long>(tile / HEAD_TILES) * HEAD_DIM + tile % HEAD_TILES * 8 + (r & 7) + (r >> 3) * HALF_DIM;
 }
 
+__device__ __forceinline__ int2 tile_place(int tile) { return make_int2(tile % HEAD_TILES, tile / HEAD_TILES); }
+
 struct Early {
   RopePart rope;
 };
@@ -41,42 +43,38 @@ __device__ __forceinline__ Early early(const Epilogue& out, int tile, int r, int
 #endif
 }
 
-__device__ __forceinline__ void finish(const Epilogue& out, const Early& part, int tile, int r, int n, float low,
-                                       float high) {
+__device__ __forceinline__ void finish(const Epilogue& out, const Early& part, int tile, int r, int n, float4 low,
+                                       float4 high) {
   const int head = tile / HEAD_TILES, j = tile % HEAD_TILES * 8 + r;
   if (out.bias != nullptr) {
-    low += out.bias[head * HEAD_DIM + j];
-    high += out.bias[head * HEAD_DIM + j + HALF_DIM];
+    low = low + load_float4(out.bias + head * HEAD_DIM + j);
+    high = high + load_float4(out.bias + head * HEAD_DIM + j + HALF_DIM);
   }
 #if RAW
   bf16* target = out.raw + (static_cast<long long>(n) * (HEADS + 2 * KV_HEADS) + head) * HEAD_DIM + j;
-  target[0] = float_to_bf16(low);
-  target[HALF_DIM] = float_to_bf16(high);
+  store_bf16x4(target, low);
+  store_bf16x4(target + HALF_DIM, high);
 #else
   store_rotated(out.to, part.rope, n, head, j, low, high);
 #endif
 }
 
-#if NT > 0
+#if WGS > 0
+#include "warpgroup_gemm.cuh"
+
+extern "C" __global__ __launch_bounds__(THREADS + 32, 1)
+void qkv_rope_cache(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, int rows, float eps,
+                   const float* __restrict__ bias, const float* __restrict__ rope, const int* __restrict__ positions,
+                   const int* __restrict__ slots, bf16* q, bf16* keys, bf16* values, bf16* raw) {
+  warpgroup_gemm(weight, x, rows, eps, Epilogue{bias, {rope, positions, slots, q, keys, values}, raw});
+}
+#else
 #include "skinny_gemm.cuh"
 
 extern "C" __global__ __launch_bounds__(512, NT <= 2 ? 2 : 1)
-void qkv_rope_cache(const bf16* __restrict__ x, int rows, const bf16* __restrict__ weight,
-                    const float* __restrict__ norm, float eps, const float* __restrict__ bias,
-                    const float* __restrict__ rope, const int* __restrict__ positions,
-                    const int* __restrict__ slots, bf16* q, bf16* keys, bf16* values, bf16* raw) {
-  const Epilogue epilogue{bias, {rope, positions, slots, q, keys, values}, raw};
-  skinny_gemm(x, nullptr, rows, weight, norm, eps, epilogue);
-}
-#else
-#include "tile_gemm.cuh"
-
-extern "C" __global__ __launch_bounds__(256, 1)
-void qkv_rope_cache(const bf16* __restrict__ x, int rows, const bf16* __restrict__ weight,
-                    const float* __restrict__ scales, const float* __restrict__ bias,
-                    const float* __restrict__ rope, const int* __restrict__ positions,
-                    const int* __restrict__ slots, bf16* q, bf16* keys, bf16* values, bf16* raw) {
-  const Epilogue epilogue{bias, {rope, positions, slots, q, keys, values}, raw};
-  tile_gemm(x, rows, weight, scales, epilogue);
+void qkv_rope_cache(const bf16* __restrict__ x, int rows, const bf16* __restrict__ weight, float eps,
+                   const float* __restrict__ bias, const float* __restrict__ rope, const int* __restrict__ positions,
+                   const int* __restrict__ slots, bf16* q, bf16* keys, bf16* values, bf16* raw) {
+  skinny_gemm(x, rows, weight, eps, Epilogue{bias, {rope, positions, slots, q, keys, values}, raw});
 }
 #endif

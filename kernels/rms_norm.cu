@@ -1,12 +1,10 @@
 // rms_norm: RMSNorm of chosen rows, for the projections that do not norm by themselves.
 //
-// With `scales`, out is x times the norm's weight and scales[row] is 1 / rms, to be applied after the product:
-// bit for bit what skinny_gemm does. Without, out is the normed row.
+// Without `norm` there is no weight: it has been multiplied into the projection that follows.
 //
 // Source    Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4
 // Launch    grid (ceil(rows / 8)), block (512): a warp takes one slice of 8 rows
-// Layout    x bfloat16 [.., K]; row_ids int32 [rows] or null; norm float32 [K]; out bfloat16 [rows, K];
-//           scales float32 [rows] or null
+// Layout    x bfloat16 [.., K]; row_ids int32 [rows] or null; norm float32 [K] or null; out bfloat16 [rows, K]
 // Defines   K, QUARTERS = 1
 // Traffic   x read once from memory and once from L2, out written
 // Numerics  sums in float32, in the order of slices.cuh
@@ -17,7 +15,7 @@
 
 extern "C" __global__ __launch_bounds__(512)
 void rms_norm(const bf16* __restrict__ x, const int* __restrict__ row_ids, int rows,
-              const float* __restrict__ norm, float eps, bf16* __restrict__ out, float* __restrict__ scales) {
+              const float* __restrict__ norm, float eps, bf16* __restrict__ out) {
   __shared__ float squares[NUM_SLICES][8];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int row = blockIdx.x * 8 + g;
@@ -36,17 +34,17 @@ void rms_norm(const bf16* __restrict__ x, const int* __restrict__ row_ids, int r
   for (int slice = 0; slice < NUM_SLICES; ++slice) square += squares[slice][g];
   const float scale = rsqrtf(square / K + eps);
   if (!is_inside) return;
-  if (scales != nullptr && warp == 0 && t == 0) scales[row] = scale;
   for (int slice = warp; slice < NUM_SLICES; slice += 16) {
     if (NUM_SLICES > 16) part = load_slice(x + source * K, slice * SLICE, true);
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       const int column = slice * SLICE + 32 * q + 8 * t;
       if (column >= K) continue;
-      float4 low = load_float4(norm + column), high = load_float4(norm + column + 4);
-      if (scales == nullptr) {
-        low = make_float4(low.x * scale, low.y * scale, low.z * scale, low.w * scale);
-        high = make_float4(high.x * scale, high.y * scale, high.z * scale, high.w * scale);
+      float4 low = make_float4(scale, scale, scale, scale), high = low;
+      if (norm != nullptr) {
+        const float4 left = load_float4(norm + column), right = load_float4(norm + column + 4);
+        low = make_float4(left.x * scale, left.y * scale, left.z * scale, left.w * scale);
+        high = make_float4(right.x * scale, right.y * scale, right.z * scale, right.w * scale);
       }
       scale_pairs(part.piece[q], low, high);
       *reinterpret_cast<uint4*>(out + static_cast<long long>(row) * K + column) = part.piece[q];

@@ -1,5 +1,5 @@
-// skinny_gemm: weight [M, K] times at most 8 * NT rows of x: every weight byte is read once, from device
-// memory to shared memory, by the warp that needs it.
+// skinny_gemm: weight [M, K] times 8 * NT rows of x a block, on every card (sm_90 has warpgroup_gemm.cuh): the
+// warp that needs a weight reads it, from device memory to shared memory.
 //
 // A block takes tiles of 16 weight rows; its 16 warps take slices of K (slices.cuh). Each warp keeps
 // STAGES pieces of 16 x 64 weights under way; the first are asked for before the previous kernel has ended.
@@ -7,14 +7,14 @@
 //
 // The includer defines, before: `struct Epilogue`; `weight_row(tile, r)` (row of the weight, or -1);
 // `struct Early` and `early(epilogue, tile, r, n)`, what the last step reads and can be asked for while the
-// product is under way; `finish(epilogue, early, tile, r, n, low, high)`, which gets results r and r + 8 of
-// a tile for row n.
+// product is under way; `finish(epilogue, early, tile, r, n, low, high)`, which gets results r to r + 3 (r: 0 or
+// 4) and r + 8 to r + 11 of a tile for row n.
 //
 // Defines   K, TILES   in_features, and tiles of 16 weight rows
 //           NT         groups of 8 rows of x: 1, 2 or 4
 //           QUARTERS   see slices.cuh
-//           NORM       1: RMSNorm of x first
-// Launch    grid (at most TILES), block (512), dynamic shared memory of Shared bytes
+//           NORM       1: scale by 1 / rms of x; the norm's weight is in the weight
+// Launch    grid (at most TILES, ceil(rows / (8 * NT))), block (512), dynamic shared memory of Shared bytes
 
 constexpr int WARPS = 16;
 constexpr int STAGES = 3;
@@ -29,6 +29,7 @@ struct Shared {
   float partial[2][WARPS][NT][4][32];
   float square[NORM ? NUM_SLICES : 1][COLUMNS];
   float4 held[NUM_ROUNDS > 1 ? HELD * PAIRS : 1];
+  float results[COLUMNS][20];
 };
 
 // Walks a block's tiles: in batches of HELD, all tiles of a batch once for every round of slices.
@@ -94,34 +95,17 @@ __device__ __forceinline__ void transpose_quad(u32 (&r)[4]) {
 struct RawOperand {
   SlicePart part[NT];
 
-  __device__ __forceinline__ void load(const bf16* __restrict__ x, const int* __restrict__ row_ids, int rows,
-                                       int slice) {
+  __device__ __forceinline__ void load(const bf16* __restrict__ x, int rows, int slice) {
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-      const int row = n * 8 + ((threadIdx.x & 31) >> 2);
-      const bool is_inside = row < rows && slice < NUM_SLICES;
-      const long long source = is_inside && row_ids != nullptr ? row_ids[row] : row;
-      part[n] = load_slice(x + source * K, slice * SLICE, is_inside);
-    }
-  }
-};
-
-// The norm's weight for this lane's part of a slice.
-struct NormPart {
-  float4 piece[NORM ? 8 : 1];
-
-  __device__ __forceinline__ void load(const float* __restrict__ norm, int slice) {
-#pragma unroll
-    for (int i = 0; i < (NORM ? 8 : 0); ++i) {
-      const int column = slice * SLICE + (i >> 1) * 32 + (threadIdx.x & 3) * 8 + (i & 1) * 4;
-      piece[i] = column < K ? load_float4(norm + column) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      const int row = blockIdx.y * COLUMNS + n * 8 + ((threadIdx.x & 31) >> 2);
+      part[n] = load_slice(x + static_cast<long long>(row) * K, slice * SLICE, row < rows && slice < NUM_SLICES);
     }
   }
 };
 
 // From memory's layout to right operands: of group n, products 2 q and 2 q + 1.
-__device__ __forceinline__ void convert_operand(u32 (&b)[NT][4][4], RawOperand& raw, const NormPart& norm, int slice,
-                                                Shared& shared) {
+__device__ __forceinline__ void convert_operand(u32 (&b)[NT][4][4], const RawOperand& raw, int slice, Shared& shared) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
@@ -131,8 +115,7 @@ __device__ __forceinline__ void convert_operand(u32 (&b)[NT][4][4], RawOperand& 
     }
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-      uint4& piece = raw.part[n].piece[q];
-      if (NORM) scale_pairs(piece, norm.piece[NORM ? 2 * q : 0], norm.piece[NORM ? 2 * q + 1 : 0]);
+      const uint4 piece = raw.part[n].piece[q];
       b[n][q][0] = piece.x;
       b[n][q][1] = piece.y;
       b[n][q][2] = piece.z;
@@ -171,45 +154,42 @@ __device__ __forceinline__ float inverse_rms(const Shared& shared, int n, float 
   return rsqrtf(square / K + eps);
 }
 
-__device__ __forceinline__ void skinny_gemm(const bf16* __restrict__ x, const int* __restrict__ row_ids,
-                                            int rows, const bf16* __restrict__ weight,
-                                            const float* __restrict__ norm, float eps,
+__device__ __forceinline__ void skinny_gemm(const bf16* __restrict__ x, int rows, const bf16* __restrict__ weight, float eps,
                                             const Epilogue& epilogue) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, pair = threadIdx.x;
+  const int first_row = blockIdx.y * COLUMNS;
   const int num_tiles = (TILES - blockIdx.x + gridDim.x - 1) / gridDim.x;
   const u32 ring = shared_address(&shared.ring[warp][0][0]);
 
   PieceReader reader{Walk(num_tiles), 0, ring};
 #pragma unroll
   for (int stage = 0; stage < STAGES; ++stage) reader.issue(weight, stage);
-  NormPart norm_part;
-  if (NORM) norm_part.load(norm, warp);
   launch_dependents();
   wait_for_previous();
   RawOperand raw;
-  raw.load(x, row_ids, rows, warp);
+  raw.load(x, rows, warp);
 
   // pair -> result: lane and register of the product's layout
   const int r = (pair & 31) >> 2, n = (pair >> 6) * 8 + (pair & 3) * 2 + ((pair >> 5) & 1);
-  const bool has_result = pair < PAIRS && n < rows;
+  const int quad = threadIdx.x % 2 * 4, column = threadIdx.x / 2;  // what this thread finishes
+  const bool has_result = column < min(COLUMNS, rows - first_row);
   u32 b[NT][4][4];
   int stage = 0, buffer = 0;
   float scale = 1.0f;
   for (Walk walk(num_tiles); !walk.is_over(); walk.advance()) {
     Early early_part;
-    if (has_result && walk.round + 1 == NUM_ROUNDS) early_part = early(epilogue, walk.tile(), r, n);
+    if (has_result && walk.round + 1 == NUM_ROUNDS) {
+      early_part = early(epilogue, walk.tile(), quad, first_row + column);
+    }
     if (walk.index == 0 && (NUM_ROUNDS > 1 || walk.batch == 0)) {
-      convert_operand(b, raw, norm_part, walk.round * WARPS + warp, shared);
+      convert_operand(b, raw, walk.round * WARPS + warp, shared);
     }
     if (NUM_ROUNDS > 1 && walk.index + 1 == walk.count) {  // the next round's, while this one is multiplied
       const int next = (walk.round + 1 == NUM_ROUNDS ? 0 : walk.round + 1) * WARPS + warp;
       const bool is_last = walk.round + 1 == NUM_ROUNDS && walk.batch + walk.count >= walk.num_tiles;
-      if (!is_last) {
-        raw.load(x, row_ids, rows, next);
-        if (NORM) norm_part.load(norm, next);
-      }
+      if (!is_last) raw.load(x, rows, next);
     }
     float sum[NT][4] = {};
 #pragma unroll
@@ -247,9 +227,18 @@ __device__ __forceinline__ void skinny_gemm(const bf16* __restrict__ x, const in
       if (walk.round + 1 < NUM_ROUNDS) {
         shared.held[walk.index * PAIRS + pair] =
             make_float4(total.low_quarter, total.high_quarter, total.low, total.high);
-      } else if (has_result) {
+      } else {
         if (NORM && walk.index == 0 && walk.batch == 0) scale = inverse_rms(shared, n, eps);
-        finish(epilogue, early_part, walk.tile(), r, n, total.low * scale, total.high * scale);
+        shared.results[n][r] = total.low * scale;
+        shared.results[n][r + 8] = total.high * scale;
+      }
+    }
+    if (walk.round + 1 == NUM_ROUNDS) {
+      __syncthreads();
+      if (has_result) {
+        const float* source = shared.results[column] + quad;
+        finish(epilogue, early_part, walk.tile(), quad, first_row + column, load_float4(source),
+               load_float4(source + 8));
       }
     }
     buffer ^= 1;

@@ -1,9 +1,7 @@
-// slices: the one order in which every decode product and norm sums over K, whatever the batch.
+// slices: the one order in which skinny_gemm and rms_norm sum over K, whatever the batch.
 //
 // K is cut into slices of 128. A slice is one chain of tensor core products. Slices of a quarter (a quarter
-// of K where QUARTERS is 4, all of it where it is 1) are added in order, then quarters in order. Which warp or
-// block computes a slice differs between kernels; this order does not, so a row's bits do not depend on
-// its neighbours.
+// of K where QUARTERS is 4, all of it where it is 1) are added in order, then quarters in order.
 
 constexpr int SLICE = 128;
 constexpr int NUM_SLICES = (K + SLICE - 1) / SLICE;
@@ -43,7 +41,7 @@ __device__ __forceinline__ float slice_square(const SlicePart& part) {
   return square + __shfl_xor_sync(~0u, square, 2);
 }
 
-// Times the norm's weight; the factor 1 / rms follows after the product, exact for the whole row.
+// Times the norm's weight, 1 / rms included.
 __device__ __forceinline__ void scale_pairs(uint4& piece, const float4& low, const float4& high) {
   piece.x = pack_bf16(bf16_low(piece.x) * low.x, bf16_high(piece.x) * low.y);
   piece.y = pack_bf16(bf16_low(piece.y) * low.z, bf16_high(piece.y) * low.w);

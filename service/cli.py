@@ -1,8 +1,9 @@
-"""`photoninfer serve`, `pull`, `bench`: arguments -> Settings -> one call."""
+"""`photoninfer serve`, `pull`, `compile`, `bench`: arguments -> Settings -> one call."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import cast
 
 from service import __version__
 from service.errors import PhotonError, SettingsError
@@ -12,6 +13,7 @@ from service.settings import OPTIONS, Settings, load_settings, set_thread_count
 _COMMANDS = {
     "serve": "serve a model over HTTP (the default model if none is named)",
     "pull": "download a model and prepare it, so that the next start is quick",
+    "compile": "compile a model's CUDA kernels, so that the next start is quick; needs no GPU",
     "bench": "measure this machine: decode, prefill, start-up, over HTTP; JSON on standard output",
 }
 
@@ -27,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     set_thread_count(settings)  # before anything imports NumPy, hence the imports further down
     try:
-        return {"serve": _serve, "pull": _pull, "bench": _bench}[command](settings, given)
+        return _RUN[command](settings, given)
     except PhotonError as error:
         print(f"photoninfer: {error}", file=sys.stderr)
         return 1
@@ -54,10 +56,36 @@ def _pull(settings: Settings, given: dict[str, object]) -> int:
     return 0
 
 
+def _compile(settings: Settings, given: dict[str, object]) -> int:
+    import msgspec
+
+    from service.engine.compile import choose_archs, compile_kernels
+    from service.model.locate import find_model
+    from service.progress import TerminalProgress
+    from service.text.tokenizer import Tokenizer
+
+    archs = choose_archs(cast("list[str] | None", given["arch"]) or ())
+    progress = TerminalProgress()
+    try:  # weights are not needed: only their headers are read
+        checkpoint = find_model(msgspec.structs.replace(settings, weight_cache=False), progress)
+        vocab_size = Tokenizer(checkpoint.tokenizer).vocab_size
+        compiled = compile_kernels(
+            checkpoint.config, settings, archs, vocab_size=vocab_size, progress=progress
+        )
+    finally:
+        progress.close()
+    for each in compiled:
+        print(f"{each.arch}: {each.num_new} of {each.num_kernels} kernels compiled into {each.folder}")
+    return 0
+
+
 def _bench(settings: Settings, given: dict[str, object]) -> int:
     from service.bench import run_bench
 
     return run_bench(settings, str(given["url"]) if given["url"] else None)
+
+
+_RUN = {"serve": _serve, "pull": _pull, "compile": _compile, "bench": _bench}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,6 +100,13 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, epilog=parser.epilog)
         _add_options(command)
+        if name == "compile":
+            command.add_argument(
+                "--arch",
+                action="append",
+                help="GPU architecture, such as sm_80 or sm_90a; may be given again "
+                "(default: that of the GPU here)",
+            )
         if name == "bench":
             command.add_argument("--url", help="measure a running server instead, such as http://host:5728")
     return parser

@@ -31,11 +31,11 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_every_command_and_the_order_of_sources(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "--help")
 
-    for words in ("serve", "pull", "bench", "Order: flag, PHOTON_ variable, PORT"):
+    for words in ("serve", "pull", "compile", "bench", "Order: flag, PHOTON_ variable, PORT"):
         assert words in text
 
 
-@pytest.mark.parametrize("command", ["serve", "pull", "bench"])
+@pytest.mark.parametrize("command", ["serve", "pull", "compile", "bench"])
 def test_help_of_a_command_shows_every_option_with_its_default(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +88,15 @@ def test_a_model_that_is_not_there_ends_in_one_line_and_exit_code_1(command: str
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("photoninfer: /no/such/model: no such file")
     assert "Traceback" not in done.stderr
+
+
+def test_compiling_for_an_unknown_architecture_ends_in_one_line_and_exit_code_1() -> None:
+    done = run("compile", "--arch", "sm_1", "--model", "/no/such/model")
+
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(("photoninfer: --arch is 'sm_1'; it takes one of", "photoninfer: arch: "))
+    assert done.stdout == ""
 
 
 def test_the_default_model_offline_without_a_cache_says_what_to_do(tmp_path: Path) -> None:

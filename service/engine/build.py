@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -21,6 +22,8 @@ from service.tensor.cpu.backend import CpuBackend
 
 log = logging.getLogger(__name__)
 
+CUDA_MAX_RUNNING = 256
+CUPY_MISSING = "CuPy is not installed (pip install 'photoninfer[cuda13]', or [cuda12] for older drivers)"
 _CPU_KV_CACHE_BYTES = 1 << 30
 
 
@@ -82,7 +85,7 @@ def wants_gpu(settings: Settings) -> bool:
     """Whether to compute on a GPU. Raises: SettingsError: one was asked for that can't be used."""
     if settings.device == "cpu":
         return False
-    obstacle = _gpu_obstacle()
+    obstacle = gpu_obstacle()
     if obstacle is not None and settings.device == "cuda":
         raise SettingsError(f"device: cuda can't be used: {obstacle}.")
     if obstacle is not None:
@@ -90,11 +93,12 @@ def wants_gpu(settings: Settings) -> bool:
     return obstacle is None
 
 
-def _gpu_obstacle() -> str | None:
+def gpu_obstacle() -> str | None:
+    """Why no GPU can be used, for people; None: one can."""
     try:
         import cupy
     except ImportError:
-        return "CuPy is not installed (pip install 'photoninfer[cuda13]', or [cuda12] for older drivers)"
+        return CUPY_MISSING
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -187,10 +191,10 @@ def _build_cuda(
     from service.tensor.cuda.device import CudaDevice
 
     config = checkpoint.config
-    _require_cuda_shapes(config, settings)
+    require_cuda_shapes(config, settings)
     free_bytes, _ = cupy.cuda.runtime.memGetInfo()
     limits = DeviceLimits(
-        max_running=256,
+        max_running=CUDA_MAX_RUNNING,
         max_step_tokens=2048,
         weight_bytes=2,
         value_bytes=2,
@@ -198,7 +202,7 @@ def _build_cuda(
         kv_cache_bytes=None,
     )
     plan = make_plan(checkpoint, settings, vocab_size, limits)
-    device = CudaDevice(settings.cache_path / "cubin")
+    device = CudaDevice(cubin_folder(settings))
     log.info("computing on %s", device.name)
     progress.phase("compiling kernels")
     kernels = kernels_of(
@@ -229,7 +233,12 @@ def _build_cuda(
     return runner, plan, "cuda-bfloat16"
 
 
-def _require_cuda_shapes(config: ModelConfig, settings: Settings) -> None:
+def cubin_folder(settings: Settings) -> Path:
+    """Where compiled kernels lie."""
+    return settings.cache_path / "cubin"
+
+
+def require_cuda_shapes(config: ModelConfig, settings: Settings) -> None:
     """Raises: SettingsError: shapes that the kernels are not written for."""
     if settings.dtype == "float32":
         raise SettingsError("dtype: float32 is for the CPU; on a GPU use auto or bfloat16.")

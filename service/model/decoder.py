@@ -23,13 +23,11 @@ from service.tensor.backend import Array, Backend, Linear, StepArrays
 class Layer:
     """One decoder layer's weights, as the backend keeps them."""
 
-    input_norm: Array
-    qkv: Linear
+    qkv: Linear  # with the RMSNorm before it
     q_norm: Array | None
     k_norm: Array | None
     o: Linear
-    post_norm: Array
-    gate_up: Linear
+    gate_up: Linear  # with the RMSNorm before it
     down: Linear
 
 
@@ -120,7 +118,6 @@ class Decoder:
         for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
             backend.qkv_rope_cache(
                 x,
-                layer.input_norm,
                 eps,
                 layer.qkv,
                 layer.q_norm,
@@ -133,7 +130,7 @@ class Decoder:
             )
             backend.paged_attention(q, keys, values, batch, self._scale, mixed)
             backend.linear_add(mixed.reshape(rows, -1), layer.o, x)
-            backend.gate_up_silu(x, layer.post_norm, eps, layer.gate_up, hidden)
+            backend.gate_up_silu(x, eps, layer.gate_up, hidden)
             backend.linear_add(hidden, layer.down, x)
         backend.head_logits(x, self._final_norm, eps, self._head, batch, logits)
 
@@ -146,12 +143,10 @@ def _load_layer(weights: LayerWeights, backend: Backend) -> Layer:
         return None if host is None else [host]
 
     return Layer(
-        input_norm=backend.vector(weights.input_norm),
-        qkv=backend.linear(weights.qkv, weights.qkv_bias),
+        qkv=backend.linear(weights.qkv, weights.qkv_bias, weights.input_norm),
         q_norm=vector(weights.q_norm),
         k_norm=vector(weights.k_norm),
         o=backend.linear([weights.o], biases(weights.o_bias)),
-        post_norm=backend.vector(weights.post_norm),
-        gate_up=backend.linear(weights.gate_up, weights.gate_up_bias),
+        gate_up=backend.linear(weights.gate_up, weights.gate_up_bias, weights.post_norm),
         down=backend.linear([weights.down], biases(weights.down_bias)),
     )

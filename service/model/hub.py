@@ -31,7 +31,7 @@ _WANTED = [
     "chat_template.jinja",
 ]
 _SUBFOLDERS = ["*/*"]  # `*` of the patterns above goes through slashes
-# of httpx or of its successor, as the version of huggingface_hub has it; its own errors derive from this too
+# of httpx or of its successor, as the version of huggingface_hub has it; its own errors derive from this
 _TRANSPORT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 
 
@@ -52,8 +52,8 @@ def fetch_from_hub(
 ) -> Path:
     """Download what is missing of `name` and return its folder.
 
-    `token`: None uses what `hf auth login` has stored. `endpoint`: another hub; None: HF_ENDPOINT or the public
-    one.
+    `token`: None uses what `hf auth login` has stored. `endpoint`: another hub; None: HF_ENDPOINT or the
+    public one.
     Raises: DownloadError, saying whether the model is unknown, needs a token, or can't be reached.
     """
     progress.phase(f"fetching {name} from the Hugging Face hub")
@@ -77,8 +77,8 @@ def fetch_from_hub(
             raise DownloadError(_without_weights(name, files))
     except GatedRepoError:
         raise DownloadError(
-            f"{name} is gated: accept its terms on its page, then give a token that may read it (HF_TOKEN or "
-            "--hf-token-file)."
+            f"{name} is gated: accept its terms on its page, then give a token that may read it (HF_TOKEN "
+            "or --hf-token-file)."
         ) from None
     except RevisionNotFoundError:
         raise DownloadError(f"{name} has no revision {revision}.") from None
@@ -87,8 +87,12 @@ def fetch_from_hub(
             f"{name} is not on the hub, or is private: check the name, or give a token (HF_TOKEN or "
             "--hf-token-file). A local folder is named by its path, such as ./models/name."
         ) from None
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+    except LocalEntryNotFoundError as error:
         why = "offline is set" if offline else "the hub can't be reached"
+        if isinstance(error.__cause__, HfHubHTTPError):
+            why = f"the hub refused: {error.__cause__}"
+        elif isinstance(error.__cause__, OfflineModeIsEnabled):
+            why = ""
         raise DownloadError(f"{name}{at_revision} is not in {cache_dir / 'hub'}, and {why}.") from None
     except HfHubHTTPError as error:
         raise DownloadError(f"The hub refused {name}{at_revision}: {error}") from None

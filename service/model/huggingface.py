@@ -25,7 +25,8 @@ def open_directory(directory: Path) -> Checkpoint:
     files = [SafetensorsFile(path) for path in _weight_files(directory)]
     where = {name: file for file in files for name in file.shapes}
     shapes = {name: shape for file in files for name, shape in file.shapes.items()}
-    num_parameters = check_shapes(config, shapes, str(directory))
+    paths = {name: str(file.path) for name, file in where.items()}
+    num_parameters = check_shapes(config, shapes, str(directory), paths)
     needed = set(wanted_shapes(config))
     for file in files:
         file.check_dtypes(needed)
@@ -36,7 +37,7 @@ def open_directory(directory: Path) -> Checkpoint:
     return Checkpoint(
         path=directory,
         config=config,
-        sampling_defaults=parse_sampling_defaults(generation),
+        sampling_defaults=parse_sampling_defaults(generation, str(directory / "generation_config.json")),
         tokenizer=read_tokenizer(directory),
         weights=NamedWeights(config, tensor),
         num_parameters=num_parameters,
@@ -118,9 +119,12 @@ def _template(value: Any) -> str | None:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} can't be read as text: {error}.") from None
+    if text.startswith("version https://git-lfs"):
+        raise ModelError(f"{path} is a Git LFS pointer, not the file: run `git lfs pull` there.")
+    return text
 
 
 def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:

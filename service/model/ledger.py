@@ -48,9 +48,9 @@ class MemoryLedger(msgspec.Struct, frozen=True, kw_only=True):
         if available_bytes is None or self.total_bytes <= available_bytes:
             return
         missing = self.total_bytes - available_bytes
-        fits = self.kv_cache_bytes - missing
+        fits = (self.kv_cache_bytes - missing) * 100 // 2**30 / 100  # rounded down
         remedy = (
-            f"set kv_cache_gib to {fits / 2**30:.2f} or less"
+            f"set kv_cache_gib to {fits:.2f} or less"
             if fits > 0
             else "choose a smaller model, dtype bfloat16, or a machine with more memory"
         )
@@ -81,7 +81,7 @@ def available_host_bytes() -> int | None:
 
 
 def _idle_file_bytes(statistics_file: Path) -> int:
-    """File pages counted as used that the kernel gives up first, such as those of a model just downloaded."""
+    """File pages counted as used that the kernel gives up first, such as those of a fresh download."""
     lines = statistics_file.read_text().splitlines() if statistics_file.exists() else []
     statistics = dict(line.rsplit(" ", 1) for line in lines)
     return int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))

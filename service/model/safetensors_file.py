@@ -29,16 +29,20 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._num_bytes = path.stat().st_size
-        header, self._data_start = self._read_header()
+        try:
+            self.num_bytes = path.stat().st_size
+            header, self._data_start = self._read_header()
+        except OSError as error:
+            raise ModelError(f"{path} can't be read: {error.strerror}.") from None
         self._entries = {
             name: self._check(name, entry) for name, entry in header.items() if name != "__metadata__"
         }
+        self._check_layout()
         self._map: NDArray[np.uint8] | None = None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: shape for name, (_, shape, _) in self._entries.items()}
+        return {name: shape for name, (_, shape, _, _) in self._entries.items()}
 
     def check_dtypes(self, names: set[str]) -> None:
         """Refuse dtypes that the model can't be loaded from, for those tensors that it needs."""
@@ -52,13 +56,13 @@ class SafetensorsFile:
     def tensor(self, name: str, content: NDArray[np.uint8] | None = None) -> NDArray[Any]:
         """A view of the map, or of the whole file's `content` if given; a copy where the file stores the
         tensor unaligned."""
-        dtype, shape, start = self._entries[name]
+        dtype, shape, start, end = self._entries[name]
         if content is None:
             if self._map is None:
                 self._map = np.memmap(self.path, np.uint8, mode="r")
             content = self._map
         numpy_dtype = np.dtype(_DTYPES[dtype])
-        raw = content[start : start + prod(shape) * numpy_dtype.itemsize]
+        raw = content[start:end]
         if start % numpy_dtype.itemsize:
             raw = raw.copy()
         tensor: NDArray[Any] = np.asarray(raw).view(numpy_dtype).reshape(shape)
@@ -73,13 +77,13 @@ class SafetensorsFile:
                 )
             if len(start) < 8:
                 raise ModelError(
-                    f"{self.path}: {self._num_bytes} bytes are no safetensors file; it was cut off."
+                    f"{self.path}: {self.num_bytes} bytes are no safetensors file; it was cut off."
                 )
             (length,) = struct.unpack("<Q", start[:8])
-            if length > min(_MAX_HEADER, self._num_bytes - 8):
+            if length > min(_MAX_HEADER, self.num_bytes - 8):
                 raise ModelError(
                     f"{self.path} is no whole safetensors file: its header should have {length} bytes, and "
-                    f"the file has {self._num_bytes}. Download it again."
+                    f"the file has {self.num_bytes}. Download it again."
                 )
             file.seek(8)
             text = file.read(length)
@@ -91,8 +95,8 @@ class SafetensorsFile:
             raise ModelError(f"{self.path}: the header is a {type(header).__name__}; an object is wanted.")
         return header, 8 + length
 
-    def _check(self, name: str, entry: Any) -> tuple[str, tuple[int, ...], int]:
-        """(dtype, shape, first byte in the file) of one tensor."""
+    def _check(self, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+        """(dtype, shape, first byte in the file, byte after the last) of one tensor."""
         try:
             dtype, shape = str(entry["dtype"]), tuple(entry["shape"])
             begin, end = entry["data_offsets"]
@@ -106,9 +110,25 @@ class SafetensorsFile:
                 f"{self.path}: the tensor {name} ({dtype} {list(shape)}) has {end - begin} bytes; "
                 f"{prod(shape) * np.dtype(_DTYPES[dtype]).itemsize} are wanted."
             )
-        if self._data_start + end > self._num_bytes:
+        if self._data_start + end > self.num_bytes:
             raise ModelError(
                 f"{self.path} was cut off: the tensor {name} ends at byte {self._data_start + end}, the "
-                f"file at {self._num_bytes}. Download it again."
+                f"file at {self.num_bytes}. Download it again."
             )
-        return dtype, shape, self._data_start + begin
+        return dtype, shape, self._data_start + begin, self._data_start + end
+
+    def _check_layout(self) -> None:
+        """Tensors follow each other without gap or overlap up to the file's end, as the format says."""
+        wanted = self._data_start
+        for name, (_, _, start, end) in sorted(self._entries.items(), key=lambda item: item[1][2:]):
+            if start != wanted:
+                raise ModelError(
+                    f"{self.path} is damaged: the tensor {name} begins at byte {start}, the one before "
+                    f"it ends at {wanted}. Download it again."
+                )
+            wanted = end
+        if wanted != self.num_bytes:
+            raise ModelError(
+                f"{self.path} is damaged: the last tensor ends at byte {wanted}, the file at "
+                f"{self.num_bytes}. Download it again."
+            )

@@ -5,11 +5,13 @@ is a folder named after the GGUF file's fingerprint and this format's version: `
 tokenizer) and `weights.safetensors` (float32, q/k/v and gate/up fused). It appears whole or not at all.
 """
 
+import contextlib
 import fcntl
 import logging
 import os
 import shutil
 import tempfile
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
 
-FORMAT = 1  # raise it whenever what is stored changes its meaning
+FORMAT = 2  # raise it whenever what is stored changes its meaning
 MAX_ENTRIES = 4  # of the least recently used ones, those beyond are deleted
 
 _READERS = 2
@@ -45,7 +47,7 @@ class _Description(msgspec.Struct, frozen=True):
     tokenizer: TokenizerSpec
     num_parameters: int
     fingerprint: str
-    num_bytes: int  # of weights.safetensors
+    shapes: dict[str, tuple[int, ...]]  # of the tensors in weights.safetensors
 
 
 def open_gguf_cached(path: Path, cache_dir: Path) -> Checkpoint:
@@ -71,9 +73,11 @@ def open_gguf_cached(path: Path, cache_dir: Path) -> Checkpoint:
 def _open_entry(entry: Path, path: Path) -> Checkpoint | None:
     try:
         description = msgspec.json.decode((entry / "checkpoint.json").read_bytes(), type=_Description)
-        if (entry / "weights.safetensors").stat().st_size != description.num_bytes:
-            return None
         file = SafetensorsFile(entry / "weights.safetensors")
+        file.check_dtypes(set(file.shapes))
+        if file.shapes != description.shapes:
+            return None
+        weights = _CachedWeights(description.config, file)
         os.utime(entry)  # for the order in which entries are deleted
     except (OSError, msgspec.DecodeError, ModelError):
         return None  # not there, damaged, or of another version: it is written anew
@@ -82,7 +86,7 @@ def _open_entry(entry: Path, path: Path) -> Checkpoint | None:
         config=description.config,
         sampling_defaults=description.sampling_defaults,
         tokenizer=description.tokenizer,
-        weights=_CachedWeights(description.config, file),
+        weights=weights,
         num_parameters=description.num_parameters,
         fingerprint=description.fingerprint,
     )
@@ -90,24 +94,26 @@ def _open_entry(entry: Path, path: Path) -> Checkpoint | None:
 
 def _write_entry(entry: Path, checkpoint: Checkpoint) -> None:
     entry.parent.mkdir(parents=True, exist_ok=True)
-    _delete_oldest(entry.parent, keep=MAX_ENTRIES - 1)
+    with contextlib.suppress(OSError):  # another process deletes too
+        _delete_oldest(entry.parent, keep=MAX_ENTRIES - 1)
     scratch = Path(tempfile.mkdtemp(prefix="tmp-", dir=entry.parent))
     lock = os.open(scratch, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_SH)  # until this process ends, however it does
-        weights_file = scratch / "weights.safetensors"
-        save_file(_tensors(checkpoint), weights_file)
+        tensors = _tensors(checkpoint)
+        save_file(tensors, scratch / "weights.safetensors")
         description = _Description(
             config=checkpoint.config,
             sampling_defaults=checkpoint.sampling_defaults,
             tokenizer=checkpoint.tokenizer,
             num_parameters=checkpoint.num_parameters,
             fingerprint=checkpoint.fingerprint,
-            num_bytes=weights_file.stat().st_size,
+            shapes={name: array.shape for name, array in tensors.items()},
         )
         (scratch / "checkpoint.json").write_bytes(msgspec.json.encode(description))
-        shutil.rmtree(entry, ignore_errors=True)  # a damaged one
-        scratch.rename(entry)
+        if _open_entry(entry, checkpoint.path) is None:  # else another process was quicker
+            shutil.rmtree(entry, ignore_errors=True)  # a damaged one
+            scratch.rename(entry)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         os.close(lock)
@@ -123,7 +129,7 @@ def _delete_oldest(folder: Path, keep: int) -> None:
 
 
 def _is_in_work(scratch: Path) -> bool:
-    """Whether a living process holds the folder's lock. Not asked by pid: containers share a cache, not pids."""
+    """Whether a living process holds the folder's lock. Not by pid: containers share a cache, not pids."""
     try:
         lock = os.open(scratch, os.O_RDONLY)
     except OSError:
@@ -154,11 +160,13 @@ def _tensors(checkpoint: Checkpoint) -> dict[str, Array]:
 
 
 class _CachedWeights:
-    """A WeightSource over a cache entry, read whole at first use."""
+    """A WeightSource over a cache entry, read whole at first use, even if it has been deleted by then."""
 
     def __init__(self, config: ModelConfig, file: SafetensorsFile) -> None:
         self._config = config
         self._file = file
+        self._descriptor = os.open(file.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
         self._bytes: NDArray[np.uint8] | None = None
 
     def embedding(self) -> Array:
@@ -181,28 +189,26 @@ class _CachedWeights:
 
     def _tensor(self, name: str) -> Array:
         if self._bytes is None:
-            self._bytes = _read_whole(self._file.path)
+            self._bytes = _read_whole(self._descriptor, self._file)
         return self._file.tensor(name, self._bytes)
 
 
-def _read_whole(path: Path) -> NDArray[np.uint8]:
-    """A file's bytes in one array.
+def _read_whole(descriptor: int, source: SafetensorsFile) -> NDArray[np.uint8]:
+    """An open file's bytes in one array.
 
     NumPy asks for huge pages for large arrays, which a map of the file can't have: decoding ran 1.1 times
     as fast (SmolLM2-135M, 2 cores), for 0.4 s of reading.
     """
-    data = np.empty(path.stat().st_size, np.uint8)
+    data = np.empty(source.num_bytes, np.uint8)
     edges = np.linspace(0, len(data), _READERS + 1, dtype=np.int64).tolist()
 
     def read(part: int) -> None:
-        with path.open("rb", buffering=0) as file:
-            file.seek(edges[part])
-            view = memoryview(data.data)[edges[part] : edges[part + 1]]
-            while view:
-                count = file.readinto(view)
-                if not count:
-                    raise ModelError(f"{path} was cut off while it was read.")
-                view = view[count:]
+        start, end = edges[part : part + 2]
+        while start < end:
+            count = os.preadv(descriptor, [memoryview(data.data)[start:end]], start)
+            if not count:
+                raise ModelError(f"{source.path} was cut off while it was read.")
+            start += count
 
     with ThreadPoolExecutor(_READERS) as threads:
         list(threads.map(read, range(_READERS)))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -85,9 +86,15 @@ def wanted_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], file: str) -> int:
+def check_shapes(
+    config: ModelConfig,
+    found: Mapping[str, tuple[int, ...]],
+    file: str,
+    file_of: Mapping[str, str] = MappingProxyType({}),
+) -> int:
     """Compare a checkpoint's tensors with what the config asks for; return the number of parameters.
 
+    `file_of`: where a tensor lies, if not in `file`.
     Raises: ModelError naming file, tensor, found and wanted.
     """
     wanted = wanted_shapes(config)
@@ -97,7 +104,8 @@ def check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], file
             raise ModelError(f"{file}: the tensor {name} of shape {list(shape)} is missing{hint}.")
         if tuple(found[name]) != shape:
             raise ModelError(
-                f"{file}: the tensor {name} has shape {list(found[name])}; the config wants {list(shape)}."
+                f"{file_of.get(name, file)}: the tensor {name} has shape {list(found[name])}; the config "
+                f"wants {list(shape)}."
             )
     return sum(map(prod, wanted.values()))
 

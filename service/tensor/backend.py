@@ -92,10 +92,16 @@ class Backend(Protocol):
     def vector(self, host: HostArray) -> Array:
         """A norm weight, bias or table on the device, in float32 whatever the activations are."""
 
-    def linear(self, parts: Sequence[HostArray], biases: Sequence[HostArray] | None = None) -> Linear:
+    def linear(
+        self,
+        parts: Sequence[HostArray],
+        biases: Sequence[HostArray] | None = None,
+        norm: HostArray | None = None,
+    ) -> Linear:
         """A projection whose output is the outputs of `parts` one after the other.
 
-        Shapes: each part [out_i, in]; each bias [out_i].
+        Shapes: each part [out_i, in]; each bias [out_i]; norm [in]: the weight of the RMSNorm that an op
+            applies to this projection's input. A backend may multiply it into the parts.
         """
 
     def embed(self, batch: StepArrays, table: Linear, last_ids: Array, out: Array) -> None:
@@ -107,7 +113,6 @@ class Backend(Protocol):
     def qkv_rope_cache(
         self,
         x: Array,
-        norm: Array,
         eps: float,
         qkv: Linear,
         q_norm: Array | None,
@@ -120,7 +125,7 @@ class Backend(Protocol):
     ) -> None:
         """RMSNorm, the QKV projection, per-head q/k norm, RoPE, and the write of K and V to the cache.
 
-        Shapes: x [rows, dim]; norm [dim]; qkv [(heads + 2 kv_heads) * head_dim, dim], bias added where it
+        Shapes: x [rows, dim]; qkv [(heads + 2 kv_heads) * head_dim, dim], bias added where it
             has one; q_norm, k_norm [head_dim] or None; rope float32 [max_positions, head_dim]: cos of
             head_dim / 2 frequencies, then sin; caches [num_blocks, kv_heads, block_size, head_dim];
             q [rows, heads, head_dim].
@@ -143,7 +148,7 @@ class Backend(Protocol):
     def linear_add(self, x: Array, weight: Linear, residual: Array) -> None:
         """residual += weight x (+ bias). Shapes: x [rows, in]; residual [rows, out], updated."""
 
-    def gate_up_silu(self, x: Array, norm: Array, eps: float, gate_up: Linear, out: Array) -> None:
+    def gate_up_silu(self, x: Array, eps: float, gate_up: Linear, out: Array) -> None:
         """RMSNorm, then silu(gate x) * (up x). Shapes: x [rows, dim]; gate_up [2 ffn, dim], gate first;
         out [rows, ffn]."""
 

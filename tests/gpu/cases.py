@@ -28,9 +28,12 @@ def exact(array: HostArray) -> HostArray:
     return array.astype(np.float64)
 
 
-def reference_linear(weight: HostArray, bias: HostArray | None = None) -> CpuLinear:
+def reference_linear(
+    weight: HostArray, bias: HostArray | None = None, norm: HostArray | None = None
+) -> CpuLinear:
     """The weight of the NumPy twin, in float64."""
-    return CpuLinear(exact(weight), None if bias is None else exact(bias), np.float64)
+    rest = [None if array is None else exact(array) for array in (bias, norm)]
+    return CpuLinear(exact(weight), rest[0], np.float64, rest[1])
 
 
 def device(array: HostArray | None) -> Any:

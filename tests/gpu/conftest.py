@@ -7,12 +7,14 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def backend() -> Any:
-    from service.tensor.cuda.backend import (
-        CudaBackend,
-    )  # here: CuPy may not be installed where tests are collected
+def backend(request: pytest.FixtureRequest) -> Any:
+    """The CUDA backend; with the parameter "portable" it takes the kernels of cards other than sm_90."""
+    from service.tensor.cuda.backend import CudaBackend  # here: CuPy may not be installed
 
-    return CudaBackend()
+    made = CudaBackend()
+    if getattr(request, "param", None) == "portable":
+        made.device.has_warpgroups = False
+    return made
 
 
 @pytest.fixture

@@ -8,7 +8,10 @@ import pytest
 from service.tensor.cpu.head_logits import head_logits as reference
 from tests.gpu import cases
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.parametrize("backend", ["sm_90a", "portable"], indirect=True),
+]
 
 
 @pytest.mark.parametrize(

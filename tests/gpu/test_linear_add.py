@@ -8,7 +8,10 @@ import pytest
 from service.tensor.cpu.linear_add import linear_add as reference
 from tests.gpu import cases
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.parametrize("backend", ["sm_90a", "portable"], indirect=True),
+]
 
 SHAPES = [(2048, 2048), (2048, 8192), (4096, 12288), (576, 1536), (576, 576), (1000, 24), (9000, 512)]
 

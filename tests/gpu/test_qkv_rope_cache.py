@@ -9,7 +9,10 @@ import pytest
 from service.tensor.cpu.qkv_rope_cache import qkv_rope_cache as reference
 from tests.gpu import cases
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.parametrize("backend", ["sm_90a", "portable"], indirect=True),
+]
 
 
 def angles(positions: int, head_dim: int) -> Any:
@@ -42,9 +45,8 @@ def test_q_and_the_written_slots(
     wanted, kept = np.empty((rows, shape.heads, shape.head_dim)), cases.exact(cache)
     reference(
         cases.exact(x),
-        cases.exact(norm),
         1e-5,
-        cases.reference_linear(weight, bias if has_bias else None),
+        cases.reference_linear(weight, bias if has_bias else None, norm),
         None if q_norm is None else cases.exact(q_norm),
         None if k_norm is None else cases.exact(k_norm),
         cases.exact(rope),
@@ -54,9 +56,9 @@ def test_q_and_the_written_slots(
         wanted,
     )
     q, written = cases.poisoned(wanted.shape), cases.device(cache)
-    linear = backend.linear([weight], [bias] if has_bias else None)
+    linear = backend.linear([weight], [bias] if has_bias else None, norm)
     norms = [cases.device(array) for array in (q_norm, k_norm)]
-    arguments = (cases.device(x), cases.device(norm), 1e-5, linear, *norms, cases.device(rope))
+    arguments = (cases.device(x), 1e-5, linear, *norms, cases.device(rope))
     backend.qkv_rope_cache(*arguments, cases.on_device(batch), written[0], written[1], q)
     cases.assert_close(q, wanted)
     changed = kept != cases.exact(cache)
@@ -77,8 +79,8 @@ def test_a_row_has_the_same_bits_in_every_batch(
     shape, dim = cases.LLAMA, 2048
     batch = cases.make_step(rng, shape, [33] * 256, num_blocks=1000)
     weight = cases.normal(rng, (3072, dim), dim**-0.5)
-    x, norm = cases.device(cases.normal(rng, (256, dim))), cases.device(cases.vector(rng, dim))
-    rope, linear = cases.device(angles(60, 64)), backend.linear([weight])
+    x = cases.device(cases.normal(rng, (256, dim)))
+    rope, linear = cases.device(angles(60, 64)), backend.linear([weight], None, cases.vector(rng, dim))
     norms = [cases.device(cases.vector(rng, 64)) if has_norms else None for _ in range(2)]
     results = []
     for rows in (1, 2, 8, 9, 16, 31, 32, 33, 64, 65, 128, 200, 256):
@@ -93,7 +95,7 @@ def test_a_row_has_the_same_bits_in_every_batch(
         )
         cache = cases.poisoned((2, 1000, 8, 16, 64))
         q = cases.poisoned((rows, 32, 64))
-        backend.qkv_rope_cache(x[:rows], norm, 1e-5, linear, *norms, rope, part, cache[0], cache[1], q)
+        backend.qkv_rope_cache(x[:rows], 1e-5, linear, *norms, rope, part, cache[0], cache[1], q)
         block, offset = divmod(int(batch.slot_mapping[0]), 16)
         results.append((q[:1].copy(), cache[:, block, :, offset].copy()))
     for q, written in results[1:]:

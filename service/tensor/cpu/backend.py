@@ -55,8 +55,10 @@ class CpuBackend:
     def vector(self, host: Array) -> Array:
         return host.astype(self.activation_dtype)
 
-    def linear(self, parts: Sequence[Array], biases: Sequence[Array] | None = None) -> CpuLinear:
+    def linear(
+        self, parts: Sequence[Array], biases: Sequence[Array] | None = None, norm: Array | None = None
+    ) -> CpuLinear:
         kept = [storable(part, self._storage_dtype) for part in parts]
         weight = kept[0] if len(kept) == 1 else np.concatenate(kept)
         bias = None if biases is None else self.vector(np.concatenate(biases))
-        return CpuLinear(weight, bias, self.activation_dtype)
+        return CpuLinear(weight, bias, self.activation_dtype, None if norm is None else self.vector(norm))

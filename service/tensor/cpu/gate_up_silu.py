@@ -10,8 +10,8 @@ from service.tensor.cpu.primitives import rms_norm, silu
 Array = NDArray[Any]
 
 
-def gate_up_silu(x: Array, norm: Array, eps: float, gate_up: CpuLinear, out: Array) -> None:
-    projected = gate_up.project(rms_norm(x, norm, eps))
+def gate_up_silu(x: Array, eps: float, gate_up: CpuLinear, out: Array) -> None:
+    projected = gate_up.project(rms_norm(x, gate_up.norm, eps))
     gate, up = projected[:, : out.shape[1]], projected[:, out.shape[1] :]
     silu(gate)
     gate *= up

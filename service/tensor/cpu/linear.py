@@ -19,9 +19,13 @@ class CpuLinear:
     x @ weight.T (OpenBLAS 0.3.31, 2 cores, shapes of SmolLM2-135M). With more rows both are alike.
     """
 
-    def __init__(self, weight: Array, bias: Array | None, compute_dtype: Any) -> None:
+    def __init__(
+        self, weight: Array, bias: Array | None, compute_dtype: Any, norm: Array | None = None
+    ) -> None:
+        """`norm`: weight of the RMSNorm that an op applies before the product."""
         self.weight = weight
         self.bias = bias
+        self.norm = norm
         self._compute_dtype = compute_dtype
 
     @property

@@ -11,15 +11,16 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
     """Divide every vector by its root mean square, then scale its components.
 
-    Shapes: x [..., dim]; weight [dim].
+    Shapes: x [..., dim]; weight [dim], or None for ones.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4.
     """
     mean_square = np.einsum("...i,...i->...", x, x) / x.shape[-1]
     out: Array = x * (1.0 / np.sqrt(mean_square + eps))[..., None].astype(x.dtype)
-    out *= weight
+    if weight is not None:
+        out *= weight
     return out
 
 

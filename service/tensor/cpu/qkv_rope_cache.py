@@ -14,7 +14,6 @@ Array = NDArray[Any]
 
 def qkv_rope_cache(
     x: Array,
-    norm: Array,
     eps: float,
     qkv: CpuLinear,
     q_norm: Array | None,
@@ -27,7 +26,7 @@ def qkv_rope_cache(
 ) -> None:
     rows, heads, head_dim = q.shape
     kv_heads, block_size = k_cache.shape[1:3]
-    projected = np.ascontiguousarray(qkv.project(rms_norm(x, norm, eps)))
+    projected = np.ascontiguousarray(qkv.project(rms_norm(x, qkv.norm, eps)))
     projected = projected.reshape(rows, heads + 2 * kv_heads, head_dim)
     qk, v = projected[:, : heads + kv_heads], projected[:, heads + kv_heads :]
     if q_norm is not None and k_norm is not None:

@@ -13,7 +13,7 @@ from service.tensor.cuda.device import CudaDevice
 from service.tensor.cuda.embed import embed
 from service.tensor.cuda.gate_up_silu import gate_up_silu
 from service.tensor.cuda.head_logits import head_logits
-from service.tensor.cuda.linear import CudaLinear
+from service.tensor.cuda.linear import ROW_TILE, CudaLinear
 from service.tensor.cuda.linear_add import linear_add
 from service.tensor.cuda.paged_attention import paged_attention
 from service.tensor.cuda.qkv_rope_cache import qkv_rope_cache
@@ -47,12 +47,19 @@ class CudaBackend:
     def vector(self, host: HostArray) -> Array:
         return cupy.asarray(host.astype(np.float32))
 
-    def linear(self, parts: Sequence[HostArray], biases: Sequence[HostArray] | None = None) -> CudaLinear:
+    def linear(
+        self,
+        parts: Sequence[HostArray],
+        biases: Sequence[HostArray] | None = None,
+        norm: HostArray | None = None,
+    ) -> CudaLinear:
         outputs = sum(part.shape[0] for part in parts)
-        weight = self.empty((outputs, parts[0].shape[1]), bfloat16)
+        # whole tiles, since kernels read them as such
+        weight = self.zeros((-(-outputs // ROW_TILE) * ROW_TILE, parts[0].shape[1]), bfloat16)[:outputs]
+        factors = None if norm is None else self.vector(norm)
         start = 0
         for part in parts:
-            _send(part, weight[start : start + len(part)])
+            _send(part, weight[start : start + len(part)], factors)
             start += len(part)
         bias = None if biases is None else self.vector(np.concatenate(biases))
         return CudaLinear(weight, bias)
@@ -64,7 +71,6 @@ class CudaBackend:
     def qkv_rope_cache(
         self,
         x: Array,
-        norm: Array,
         eps: float,
         qkv: CudaLinear,
         q_norm: Array | None,
@@ -75,7 +81,7 @@ class CudaBackend:
         v_cache: Array,
         q: Array,
     ) -> None:
-        qkv_rope_cache(self.device, x, norm, eps, qkv, q_norm, k_norm, rope, batch, k_cache, v_cache, q)
+        qkv_rope_cache(self.device, x, eps, qkv, q_norm, k_norm, rope, batch, k_cache, v_cache, q)
 
     def paged_attention(
         self, q: Array, k_cache: Array, v_cache: Array, batch: StepArrays, scale: float, out: Array
@@ -85,8 +91,8 @@ class CudaBackend:
     def linear_add(self, x: Array, weight: CudaLinear, residual: Array) -> None:
         linear_add(self.device, x, weight, residual, min(self._num_decode, len(x)))
 
-    def gate_up_silu(self, x: Array, norm: Array, eps: float, gate_up: CudaLinear, out: Array) -> None:
-        gate_up_silu(self.device, x, norm, eps, gate_up, out, min(self._num_decode, len(x)))
+    def gate_up_silu(self, x: Array, eps: float, gate_up: CudaLinear, out: Array) -> None:
+        gate_up_silu(self.device, x, eps, gate_up, out, min(self._num_decode, len(x)))
 
     def head_logits(
         self, x: Array, norm: Array, eps: float, head: CudaLinear, batch: StepArrays, out: Array
@@ -104,12 +110,12 @@ class CudaBackend:
         sample(self.device, logits, sampling, batch, last_ids, out)
 
 
-def _send(host: HostArray, target: Array) -> None:
-    """Copy a weight to the device, rounding to bfloat16 there."""
-    if host.dtype == bfloat16:
+def _send(host: HostArray, target: Array, factors: Array | None) -> None:
+    """Copy a weight to the device, multiplied by `factors` [in] and rounded to bfloat16 there."""
+    if host.dtype == bfloat16 and factors is None:
         target.set(np.ascontiguousarray(host))
         return
     step = max(1, _CHUNK // max(1, prod(host.shape[1:])))
     for start in range(0, len(host), step):
-        chunk = cupy.asarray(np.ascontiguousarray(host[start : start + step]))
-        target[start : start + step] = chunk.astype(bfloat16)
+        chunk = cupy.asarray(np.ascontiguousarray(host[start : start + step])).astype(np.float32)
+        target[start : start + step] = (chunk if factors is None else chunk * factors).astype(bfloat16)

@@ -12,10 +12,11 @@ import numpy as np
 
 from service.errors import KernelError
 from service.tensor.cuda.kernels import KernelId, device_arch, load_module
-from service.tensor.cuda.launch import CudaKernel
+from service.tensor.cuda.launch import CudaKernel, encode_tensor_map
 
 _CUDA_R_16BF = 14  # cudaDataType
 _ONE_AND_ZERO = np.array([1, 0], np.float32)  # alpha and beta, read on the host
+_MAX_MAPS = 1 << 14
 _COMPILERS = 16  # threads; NVRTC runs without Python's lock
 
 
@@ -29,11 +30,12 @@ class CudaDevice:
         self.name: str = properties["name"].decode()
         self.num_multiprocessors: int = properties["multiProcessorCount"]
         self.arch = device_arch()
-        self.has_clusters = int(cupy.cuda.Device().compute_capability) >= 90
+        self.has_warpgroups = self.arch == "sm_90a"
         self._kernels: dict[Any, CudaKernel] = {}
         self._scratch: dict[str, Any] = {}
         self._retired: list[Any] = []
         self._cublas: Any = None
+        self._maps: dict[Any, bytes] = {}
 
     @property
     def stream(self) -> int:
@@ -73,6 +75,21 @@ class CudaDevice:
             for done, future in enumerate(as_completed([pool.submit(compile_one, k) for k in wanted]), 1):
                 future.result()
                 progress(done, len(wanted))
+
+    def tensor_map(
+        self, base: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    ) -> bytes:
+        """A CUtensorMap of bfloat16 with 128-byte swizzle, for kernels/warpgroup_gemm.cuh.
+
+        `sizes` and `box`: elements, from the innermost dimension; `strides`: bytes, of all but that one.
+        """
+        key = (base, sizes, strides, box)
+        found = self._maps.get(key)
+        if found is None:
+            if len(self._maps) >= _MAX_MAPS:
+                self._maps.clear()
+            found = self._maps[key] = encode_tensor_map(*key)
+        return found
 
     def multiply(
         self, weight: int, x: int, out: int, outputs: int, rows: int, inputs: int, *, adds: bool

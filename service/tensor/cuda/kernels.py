@@ -3,11 +3,12 @@
 import hashlib
 import os
 import re
-import tempfile
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from service.errors import KernelError
@@ -16,6 +17,7 @@ Defines = Mapping[str, int]
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
+_LOADING = Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,8 @@ def compile_options(arch: str, defines: Defines) -> tuple[str, ...]:
 def compile_cubin(kernel: KernelId, arch: str) -> bytes:
     """Compile without a GPU or a driver. Raises: KernelError with the compiler's log."""
     from cupy._core import core  # the options that RawModule adds to its own
-    from cupy.cuda import nvrtc
 
+    nvrtc = _nvrtc()
     name, defines = kernel.name, dict(kernel.defines)
     options = core.assemble_cupy_compiler_options(()) + compile_options(arch, defines)
     program = nvrtc.createProgram(source_text(f"{name}.cu"), f"{name}.cu", (), ())
@@ -78,10 +80,8 @@ def compile_cubin(kernel: KernelId, arch: str) -> bytes:
 
 def cubin_path(kernel: KernelId, arch: str, folder: Path) -> Path:
     """Where the cubin of one specialisation is kept: the name stands for everything that it depends on."""
-    from cupy.cuda import nvrtc
-
     options = compile_options(arch, dict(kernel.defines))
-    content = repr((source_text(f"{kernel.name}.cu"), options, nvrtc.getVersion()))
+    content = repr((source_text(f"{kernel.name}.cu"), options, _nvrtc().getVersion()))
     return folder / f"{kernel.name}-{hashlib.sha256(content.encode()).hexdigest()[:32]}.cubin"
 
 
@@ -91,9 +91,12 @@ def store_cubin(kernel: KernelId, arch: str, folder: Path) -> Path:
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         cubin = compile_cubin(kernel, arch)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(cubin)
-        os.replace(file.name, path)
+        scratch = path.with_suffix(f".{secrets.token_hex(4)}")  # not tempfile: another user may serve
+        try:
+            scratch.write_bytes(cubin)
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
     return path
 
 
@@ -109,6 +112,7 @@ def load_module(kernel: KernelId, cubin_dir: Path | None) -> Any:
     path = None if cubin_dir is None else cubin_path(kernel, arch, cubin_dir)
     if path is not None and path.is_file():
         return cupy.RawModule(path=str(path))
+    _nvrtc()
     module = cupy.RawModule(code=source_text(f"{name}.cu"), options=compile_options(arch, defines))
     try:
         module.get_function(name)
@@ -118,8 +122,38 @@ def load_module(kernel: KernelId, cubin_dir: Path | None) -> Any:
 
 
 def device_arch() -> str:
-    """NVRTC target of the current device; wgmma and setmaxnreg exist only in the `a` variant."""
+    """NVRTC target of the current device."""
     import cupy
 
-    capability = cupy.cuda.Device().compute_capability
+    return _arch_of(str(cupy.cuda.Device().compute_capability))
+
+
+def device_multiprocessors() -> int:
+    """How many multiprocessors the current device has."""
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+    return int(properties["multiProcessorCount"])
+
+
+def known_archs() -> tuple[str, ...]:
+    """Targets that the compiler here knows. Raises: ImportError, RuntimeError: there is none."""
+    return tuple(_arch_of(str(number)) for number in _nvrtc().getSupportedArchs())
+
+
+def _arch_of(capability: str) -> str:
+    """wgmma and setmaxnreg exist only in the `a` variant of 9.0."""
     return "sm_90a" if capability == "90" else f"sm_{capability}"
+
+
+def _nvrtc() -> Any:
+    """The compiler, with its library loaded.
+
+    CuPy loads it at the first call. Where threads make that call together, most of them fail to open
+    libnvrtc-builtins (seen with CuPy 14.2 and NVRTC 13.0 from pip; not with NVRTC 13.5).
+    """
+    from cupy.cuda import nvrtc
+
+    with _LOADING:
+        nvrtc.getVersion()
+    return nvrtc

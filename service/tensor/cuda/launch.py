@@ -8,12 +8,39 @@ import struct
 from importlib import import_module
 from typing import Any
 
-from service.errors import EngineDeadError
+from service.errors import EngineDeadError, KernelError
 
 Grid = tuple[int, int, int]
 
-_SLOTS = {"p": "Q", "i": "i4x", "f": "f4x"}  # pointer, int, float: 8 bytes each, as they lie in the buffer
+# pointer, int, float, tensor map; multiples of 8 bytes, as they lie in the buffer
+_SLOTS = {"p": "Q", "i": "i4x", "f": "f4x", "t": "128s"}
 _MAX_CONFIGS = 512
+
+
+def encode_tensor_map(
+    base: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> bytes:
+    """128 bytes that describe a bfloat16 array to the tensor memory accelerator.
+
+    Raises: KernelError: the driver refuses the shape.
+    """
+    driver = import_module("cuda.bindings.driver")
+    status, encoded = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        len(sizes),
+        base,
+        [driver.cuuint64_t(size) for size in sizes],
+        [driver.cuuint64_t(stride) for stride in strides],
+        [driver.cuuint32_t(size) for size in box],
+        [driver.cuuint32_t(1)] * len(sizes),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status:
+        raise KernelError(f"no tensor map of sizes {sizes}, strides {strides}, box {box}: {status!r}")
+    return ctypes.string_at(encoded.getPtr(), 128)
 
 
 class CudaKernel:
@@ -29,7 +56,7 @@ class CudaKernel:
         is_dependent: bool = True,
         cluster_depth: int = 1,
     ) -> None:
-        """`signature`: a letter an argument: p, i, f, or a digit-prefixed struct of pointers, such as `4p`.
+        """`signature`: a letter an argument: p, i, f, t, or a struct of so many pointers, such as `4p`.
 
         `is_dependent`: it may start before the kernel before has ended; it must then wait for that itself.
         """

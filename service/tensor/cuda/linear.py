@@ -8,12 +8,16 @@ from service.tensor.cuda.device import CudaDevice, address
 _MAX_QUARTERED = 8192  # outputs; wider weights fill the GPU without cutting K
 _SLICE = 128  # of kernels/slices.cuh
 _WARPS, _STAGES = 16, 3  # of kernels/skinny_gemm.cuh
-_TILE_STAGES = 4  # of kernels/tile_gemm.cuh
+_MULTIPROCESSORS, _SHARED_BYTES = 132, 227 << 10  # of an H200
+ROW_TILE = 16  # weight rows; allocations are whole tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaLinear:
-    """A weight as it lies in a checkpoint, in bfloat16, so that library and own kernels read the same."""
+    """A weight in bfloat16, row-major, so that library and own kernels read the same.
+
+    The weight of the RMSNorm before a projection has been multiplied into it.
+    """
 
     weight: Any  # bfloat16 [out, in]
     bias: Any  # float32 [out] or None
@@ -32,58 +36,112 @@ class CudaLinear:
 
     @property
     def quarters(self) -> int:
-        """Parts of K that are summed apart: by the weight's shape alone (kernels/slices.cuh)."""
+        """Parts of K that are summed apart: by the weight's shape alone."""
         return 4 if self.out_features <= _MAX_QUARTERED else 1
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """A launch of one of the decode products: kernels/skinny_gemm.cuh, or tile_gemm.cuh for many rows."""
+class RowLayout:
+    """Which weight rows make a tile of 16: 8, and the 8 that lie `half_stride` rows further.
 
-    kernel: Any
-    grid: tuple[int, int, int]
-    is_skinny: bool
+    Tile t starts at row t % inner * tile_stride + t // inner * outer_stride. Strides count rows.
+    """
+
+    half_stride: int
+    tile_stride: int
+    inner: int
+    outer_stride: int
+    outer: int
+
+    @property
+    def num_tiles(self) -> int:
+        return self.inner * self.outer
+
+
+def plain_rows(outputs: int) -> RowLayout:
+    """Sixteen rows in order."""
+    tiles = -(-outputs // ROW_TILE)
+    return RowLayout(8, ROW_TILE, tiles, ROW_TILE * tiles, 1)
 
 
 def decode_product(
     device: CudaDevice,
     name: str,
     linear: CudaLinear,
+    layout: RowLayout,
+    x: int,
     rows: int,
-    tiles: int,
-    has_norm: bool,
+    eps: float | None,
     defines: dict[str, int],
-    signatures: tuple[str, str],
-) -> Product:
-    """The kernel of `name` for this many rows. `signatures`: of its skinny and of its tile variant."""
+    signature: str,
+    tail: tuple[Any, ...],
+) -> None:
+    """Launch kernels/<name>.cu on `rows` rows at address x. `eps`: of the RMSNorm before, or None.
+
+    `signature` and `tail`: the arguments behind those that all products share.
+    """
     columns, quarters = linear.in_features, linear.quarters
-    common = {"K": columns, "TILES": tiles, "QUARTERS": quarters, "NORM": int(has_norm), **defines}
-    if rows <= 32:
+    common = {"K": columns, "TILES": layout.num_tiles, "QUARTERS": quarters, "NORM": int(eps is not None)}
+    common |= defines
+    weight, factor = address(linear.weight), 0.0 if eps is None else eps
+    if device.has_warpgroups:
+        _warpgroup_product(device, name, linear, layout, x, rows, factor, common, signature, tail)
+    else:
         groups = 1 if rows <= 8 else 2 if rows <= 16 else 4
-        shared_bytes = _skinny_shared_bytes(columns, tiles, groups, has_norm)
-        kernel = device.kernel(
-            name, {**common, "NT": groups}, signatures[0], block=512, shared_bytes=shared_bytes
-        )
-        return Product(kernel, (min(tiles, device.num_multiprocessors), 1, 1), True)
-    depth = quarters if device.has_clusters else 1
-    height, width = _tile_shape(device, rows, tiles, depth)
+        shared_bytes = _skinny_shared_bytes(columns, layout.num_tiles, groups, eps is not None)
+        variant = {**common, "WGS": 0, "NT": groups}
+        kernel = device.kernel(name, variant, "pipf" + signature, block=512, shared_bytes=shared_bytes)
+        grid = (min(layout.num_tiles, device.num_multiprocessors), -(-rows // (8 * groups)), 1)
+        kernel(device.stream, grid, x, rows, weight, factor, *tail)
+
+
+def _warpgroup_product(
+    device: CudaDevice,
+    name: str,
+    linear: CudaLinear,
+    layout: RowLayout,
+    x: int,
+    rows: int,
+    eps: float,
+    defines: dict[str, int],
+    signature: str,
+    tail: tuple[Any, ...],
+) -> None:
+    """kernels/warpgroup_gemm.cuh."""
+    columns, quarters = linear.in_features, linear.quarters
+    groups, width, stages = warpgroup_variant(rows, linear.out_features, columns, quarters)
+    stage_bytes = (64 * groups + width) * 128
+    box = 4 if layout.outer == 1 or layout.inner % 4 == 0 else 1
+    row_bytes = 2 * columns
+    sizes = (columns, 8, 2, layout.inner, layout.outer)
+    strides = (1, layout.half_stride, layout.tile_stride, layout.outer_stride)
+    weight_map = device.tensor_map(
+        address(linear.weight), sizes, tuple(row_bytes * stride for stride in strides), (64, 8, 2, box, 1)
+    )
+    x_map = device.tensor_map(x, (columns, rows), (row_bytes,), (64, width))
     kernel = device.kernel(
         name,
-        {**common, "NT": 0, "MB": height, "NB": width},
-        signatures[1],
-        block=256,
-        shared_bytes=_TILE_STAGES * (height + width) * 128,
-        cluster_depth=depth,
+        {**defines, "WGS": groups, "NB": width, "STAGES": stages, "BOX": box},
+        "ttif" + signature,
+        block=128 * groups + 32,
+        shared_bytes=1024 + stages * (stage_bytes + 16),
+        cluster_depth=quarters,
     )
-    return Product(kernel, (-(-tiles * 16 // height), -(-rows // width), depth), False)
+    grid = (-(-layout.num_tiles // (4 * groups)), -(-rows // width), quarters)
+    kernel(device.stream, grid, weight_map, x_map, rows, eps, *tail)
 
 
-def _tile_shape(device: CudaDevice, rows: int, tiles: int, depth: int) -> tuple[int, int]:
-    """Large tiles read less; small ones keep all multiprocessors at work."""
-    if rows <= 64:
-        return 64, 64
-    num_blocks = -(-tiles // 8) * -(-rows // 128) * depth
-    return (128 if num_blocks >= 0.9 * device.num_multiprocessors else 64), 128
+def warpgroup_variant(rows: int, outputs: int, columns: int, quarters: int) -> tuple[int, int, int]:
+    """Warpgroups, rows of x to a block, and pieces under way: what was fastest on an H200."""
+    width = next((size for size in (8, 16, 32, 64) if rows <= size), 128)
+    groups = 1
+    if rows > 128 and ((quarters == 1 and columns * outputs > 1 << 27) or columns > 4096):
+        groups, width = 2, 256
+    stage_bytes = (64 * groups + width) * 128 + 16
+    blocks = -(-outputs // (64 * groups)) * quarters * -(-rows // width)
+    resident = 1 if groups == 2 else 3 if blocks > 2 * _MULTIPROCESSORS and width == 8 else 2
+    pieces = -(-columns // 64 // quarters) if quarters > 1 else columns // 64
+    return groups, width, max(3, min(pieces, (_SHARED_BYTES // resident - 2048) // stage_bytes))
 
 
 def _skinny_shared_bytes(columns: int, tiles: int, groups: int, has_norm: bool) -> int:
@@ -94,7 +152,7 @@ def _skinny_shared_bytes(columns: int, tiles: int, groups: int, has_norm: bool) 
     square = (slices if has_norm else 1) * 8 * groups * 4
     held = 16 if tiles > 15 * 128 else tiles // 128 + 1
     sums = held * 64 * groups * 16 if slices > _WARPS else 16
-    total = ring + partial + square + sums
+    total = ring + partial + square + sums + 8 * groups * 20 * 4
     return -(-total // 128) * 128
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from service.tensor.backend import StepArrays
 from service.tensor.cuda.device import CudaDevice, address, require_shape
-from service.tensor.cuda.linear import CudaLinear, decode_product, multiply_rows
+from service.tensor.cuda.linear import CudaLinear, RowLayout, decode_product, multiply_rows
 from service.tensor.cuda.rms_norm import rms_norm
 
 
@@ -14,7 +14,6 @@ class _Stage:
     """Arguments of the op that all its launches share."""
 
     device: CudaDevice
-    norm: Any
     eps: float
     qkv: CudaLinear
     q_norm: Any
@@ -32,7 +31,6 @@ class _Stage:
 def qkv_rope_cache(
     device: CudaDevice,
     x: Any,
-    norm: Any,
     eps: float,
     qkv: CudaLinear,
     q_norm: Any,
@@ -44,13 +42,12 @@ def qkv_rope_cache(
     q: Any,
 ) -> None:
     rows, dim = x.shape
-    require_shape("norm", norm, (dim,))
     require_shape("v_cache", v_cache, tuple(k_cache.shape))
     heads = q.shape[1] + 2 * k_cache.shape[1]
     require_shape("qkv", qkv.weight, (heads * q.shape[2], dim))
     require_shape("positions", batch.positions, (rows,))
     require_shape("slot_mapping", batch.slot_mapping, (rows,))
-    stage = _Stage(device, norm, eps, qkv, q_norm, k_norm, rope, k_cache, v_cache)
+    stage = _Stage(device, eps, qkv, q_norm, k_norm, rope, k_cache, v_cache)
     split = batch.num_decode
     if split:
         _decode(stage, x, split, batch.positions, batch.slot_mapping, q)
@@ -61,27 +58,23 @@ def qkv_rope_cache(
 def _decode(stage: _Stage, x: Any, rows: int, positions: Any, slots: Any, q: Any) -> None:
     device, qkv = stage.device, stage.qkv
     has_raw = stage.q_norm is not None
-    defines = {**stage.shapes(q), "RAW": int(has_raw)}
-    tiles = qkv.out_features // 16
-    signatures = ("pippfpppppppp", "pipppppppppp")
-    product = decode_product(device, "qkv_rope_cache", qkv, rows, tiles, True, defines, signatures)
+    shapes = stage.shapes(q)
+    head_dim = shapes["HEAD_DIM"]
+    layout = RowLayout(head_dim // 2, 8, head_dim // 16, head_dim, qkv.out_features // head_dim)
     raw = device.scratch("projected_few", (rows, qkv.out_features), 2) if has_raw else 0
     arrays = (qkv.bias, stage.rope, positions, slots, q, stage.k_cache, stage.v_cache)
     tail = (*map(address, arrays), raw)
-    weight = address(qkv.weight)
-    if product.is_skinny:
-        arguments: tuple[Any, ...] = (address(x), rows, weight, address(stage.norm), stage.eps, *tail)
-    else:
-        scaled, scales = rms_norm(device, x, None, rows, stage.norm, stage.eps, is_split=True)
-        arguments = (scaled, rows, weight, scales, *tail)
-    product.kernel(device.stream, product.grid, *arguments)
+    defines = {**shapes, "RAW": int(has_raw)}
+    decode_product(
+        device, "qkv_rope_cache", qkv, layout, address(x), rows, stage.eps, defines, "pppppppp", tail
+    )
     if has_raw:
         _rotate(stage, raw, None, rows, positions, slots, q)
 
 
 def _prefill(stage: _Stage, x: Any, positions: Any, slots: Any, q: Any) -> None:
     device, rows = stage.device, x.shape[0]
-    normed, _ = rms_norm(device, x, None, rows, stage.norm, stage.eps, is_split=False)
+    normed = rms_norm(device, x, None, rows, None, stage.eps)
     raw = device.scratch("projected", (rows, stage.qkv.out_features), 2)
     multiply_rows(device, normed, rows, stage.qkv, raw, adds=False)
     _rotate(stage, raw, stage.qkv.bias, rows, positions, slots, q)
@@ -90,7 +83,7 @@ def _prefill(stage: _Stage, x: Any, positions: Any, slots: Any, q: Any) -> None:
 def _rotate(stage: _Stage, raw: int, bias: Any, rows: int, positions: Any, slots: Any, q: Any) -> None:
     shapes = stage.shapes(q)
     kernel = stage.device.kernel("rope_cache", shapes, "ppppfpppppp", block=256)
-    grid = (rows, -(-(shapes["HEADS"] + 2 * shapes["KV_HEADS"]) // 8), 1)
+    grid = (rows, -(-(shapes["HEADS"] + 2 * shapes["KV_HEADS"]) // 16), 1)
     norms = map(address, (bias, stage.q_norm, stage.k_norm))
     arrays = (stage.rope, positions, slots, q, stage.k_cache, stage.v_cache)
     kernel(stage.device.stream, grid, raw, *norms, stage.eps, *map(address, arrays))

@@ -69,7 +69,7 @@ class RecordingDevice:
     def __init__(self, arch: str, num_multiprocessors: int | None = None) -> None:
         self.arch = arch
         self.num_multiprocessors = num_multiprocessors or _MULTIPROCESSORS.get(arch, 108)
-        self.has_clusters = int(arch.removeprefix("sm_").rstrip("af")) >= 90
+        self.has_warpgroups = arch == "sm_90a"
         self.kernels: dict[KernelId, None] = {}  # in order of first use
 
     def kernel(
@@ -86,6 +86,9 @@ class RecordingDevice:
 
     def scratch(self, name: str, shape: tuple[int, ...], itemsize: int, *, zeroed: bool = False) -> int:
         return 0
+
+    def tensor_map(self, *arguments: Any) -> bytes:
+        return b""
 
     def multiply(self, *arguments: Any, **options: Any) -> None:
         """The library's product needs no kernel of ours."""
@@ -106,7 +109,9 @@ class RecordingBackend(CudaBackend):
     def vector(self, host: HostArray) -> Array:
         return self.empty(host.shape, np.float32)
 
-    def linear(self, parts: Sequence[Any], biases: Sequence[Any] | None = None) -> CudaLinear:
+    def linear(
+        self, parts: Sequence[Any], biases: Sequence[Any] | None = None, norm: Any = None
+    ) -> CudaLinear:
         outputs = sum(len(part) for part in parts)
         bias = None if biases is None else self.empty((outputs,), np.float32)
         return CudaLinear(self.empty((outputs, parts[0].shape[1]), bfloat16), bias)
