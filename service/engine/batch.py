@@ -34,6 +34,7 @@ class BatchBuilder:
         self._floats = np.zeros((6, max_running), np.float32)
         self._ints = np.zeros((2, max_running), np.int32)
         self._seeds = np.zeros(max_running, np.uint64)
+        self._is_plain = np.zeros(max_running, bool)  # no penalties, no bias, no logprobs
 
     def build(self, step: Step) -> Batch:
         """Arrays of one step; the order of its rows is the one that StepArrays asks for."""
@@ -58,6 +59,8 @@ class BatchBuilder:
         )
         self._ints[:, lane] = params.top_k, params.choice
         self._seeds[lane] = request.seed
+        has_bias = bool(params.logit_bias or params.min_tokens)
+        self._is_plain[lane] = not (request.needs_known_ids or has_bias or params.logprobs is not None)
 
     def _step_arrays(self, work: list[Work], num_decode: int) -> StepArrays:
         lanes = np.array([item.request.lane for item in work], np.int32)
@@ -65,8 +68,10 @@ class BatchBuilder:
         counts = np.array([item.num_tokens for item in work], np.int32)
         row_starts = np.zeros(len(work) + 1, np.int32)
         np.cumsum(counts, out=row_starts[1:])
+        written = self._num_written
         for item in work:
-            self._write_table(item.request)
+            if written[item.request.lane] < len(item.request.block_table):
+                self._write_table(item.request)
         context_lens = starts + counts
         num_blocks = int(-(-context_lens.max(initial=0) // self._block_size))
         positions = np.arange(row_starts[-1], dtype=np.int32) + np.repeat(starts - row_starts[:-1], counts)
@@ -88,17 +93,18 @@ class BatchBuilder:
     def _write_table(self, request: Request) -> None:
         lane, table = request.lane, request.block_table
         written = self._num_written[lane]
-        if written < len(table):
-            self._tables[lane, written : len(table)] = table[written:]
-            self._num_written[lane] = len(table)
+        self._tables[lane, written : len(table)] = table[written:]
+        self._num_written[lane] = len(table)
 
     def _sampling_arrays(self, sampled: list[Work]) -> SamplingArrays:
         lanes = np.array([item.request.lane for item in sampled], np.int32)
         temperature, top_p, min_p, repetition, presence, frequency = self._floats[:, lanes]
         top_k, choices = self._ints[:, lanes]
-        seen = [_seen(item.request) for item in sampled]
-        bias = [self._bias(item.request) for item in sampled]
-        wanted = [item.request.params.logprobs for item in sampled]
+        special = [] if self._is_plain[lanes].all() else [item.request for item in sampled]
+        seen = [_seen(request) for request in special]
+        bias = [self._bias(request) for request in special]
+        wanted = [request.params.logprobs for request in special]
+        none = np.zeros(len(sampled) + 1, np.int32)
         return SamplingArrays(
             temperature=temperature,
             top_k=top_k,
@@ -110,10 +116,10 @@ class BatchBuilder:
             repetition_penalty=repetition,
             presence_penalty=presence,
             frequency_penalty=frequency,
-            seen_starts=_starts(seen),
+            seen_starts=_starts(seen) if special else none,
             seen_ids=_flat([ids for ids, _ in seen], np.int32),
             seen_counts=_flat([counts for _, counts in seen], np.int32),
-            bias_starts=_starts(bias),
+            bias_starts=_starts(bias) if special else none,
             bias_ids=_flat([ids for ids, _ in bias], np.int32),
             bias_values=_flat([values for _, values in bias], np.float32),
             bitmask=None,
@@ -146,7 +152,7 @@ def _token_ids(work: list[Work], num_rows: int) -> NDArray[np.int32]:
 
 def _seen(request: Request) -> tuple[list[int], list[int]]:
     """Ids in prompt or output with their number among generated ones, where a penalty looks at them."""
-    if not request.params.needs_known_ids:
+    if not request.needs_known_ids:
         return [], []
     counts = dict.fromkeys(request.prompt_ids, 0)
     for token_id in request.token_ids[request.num_prompt_tokens :]:

@@ -255,41 +255,38 @@ class Engine:
             self._fail_step(step, error)
             return
         self.scheduler.step_done(step)
-        ids = result.ids.tolist()
+        ids, now = result.ids.tolist(), monotonic()
         for index, request in enumerate(launched.batch.sampled):
             if request.state is not State.FINISHED:
-                self._hand_out(request, ids[index], result, index)
+                self._hand_out(request, ids[index], now, result, index)
         num_decode = launched.batch.arrays.num_decode
         num_tokens = sum(work.num_tokens for work in step.work)
         self._report(num_prefill_tokens=num_tokens - num_decode, num_decode_tokens=num_decode)
 
-    def _hand_out(self, request: Request, token_id: int, result: StepResult, index: int) -> None:
+    def _hand_out(
+        self, request: Request, token_id: int, now: float, result: StepResult, index: int
+    ) -> None:
         if token_id < 0:
             self._distrust_cache()
             message = "The model's output is not a number (NaN), or every token is forbidden."
             self._end(request, Output(finish_reason=FinishReason.ERROR, error=message), "error")
             return
+        params, stream = request.params, self._streams[request.arrival]
         request.token_ids.append(token_id)
         output = Output(token_ids=[token_id], num_cached_tokens=request.num_cached_tokens or 0)
-        if request.params.logprobs is not None:
-            output.logprobs = [_token_logprobs(request.params.logprobs, result, index)]
-        self._note_output(self._streams[request.arrival])
-        if self._is_stop(request, token_id):
+        if params.logprobs is not None:
+            output.logprobs = [_token_logprobs(params.logprobs, result, index)]
+        self._note_output(stream, now)
+        if token_id in params.stop_token_ids or (token_id in self._eos_token_ids and not params.ignore_eos):
             output.finish_reason, output.stop_token_id = FinishReason.STOP, token_id
-        elif request.is_fully_planned and not request.num_pending_ids:
+        elif len(request.token_ids) >= request.last_num_tokens:
             output.finish_reason = FinishReason.LENGTH
         if output.finish_reason is None:
-            self._streams[request.arrival].put(output)
+            stream.put(output)
         else:
             self._end(request, output, output.finish_reason.value)
 
-    def _is_stop(self, request: Request, token_id: int) -> bool:
-        if token_id in request.params.stop_token_ids:
-            return True
-        return token_id in self._eos_token_ids and not request.params.ignore_eos
-
-    def _note_output(self, stream: Stream) -> None:
-        now = monotonic()
+    def _note_output(self, stream: Stream, now: float) -> None:
         if stream.first_output_after is None:
             stream.first_output_after = now - stream.request.submitted_at
             self._observer.first_token(stream.first_output_after)

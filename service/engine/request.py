@@ -103,14 +103,16 @@ class Request:
     num_registered_blocks: int = 0  # leading blocks that the prefix cache has seen
     num_cached_tokens: int | None = None  # prompt tokens found there at first admission
     admitted_at: float | None = None  # time.monotonic() seconds, first admission
+    num_prompt_tokens: int = field(init=False)
+    last_num_tokens: int = field(init=False)  # of prompt and reply, if nothing ends the reply early
+    needs_known_ids: bool = field(init=False)  # whether sampling looks at earlier ids
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
         self.chain = self.salt
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_ids)
+        self.num_prompt_tokens = len(self.prompt_ids)
+        self.last_num_tokens = self.num_prompt_tokens + self.params.max_tokens
+        self.needs_known_ids = self.params.needs_known_ids
 
     @property
     def num_tokens(self) -> int:
@@ -129,9 +131,9 @@ class Request:
     @property
     def is_fully_planned(self) -> bool:
         """No further id is wanted, though some may still be in flight."""
-        return self.num_output_tokens >= self.params.max_tokens
+        return len(self.token_ids) + self.num_pending_ids >= self.last_num_tokens
 
     @property
     def num_output_tokens(self) -> int:
         """Generated ids, pending ones included."""
-        return self.num_tokens - len(self.prompt_ids)
+        return self.num_tokens - self.num_prompt_tokens

@@ -89,18 +89,23 @@ class Scheduler:
         request.state = State.FINISHED
 
     def _continue_running(self, step: Step) -> None:
+        size = self._pool.block_size
         for request in list(self.running):
-            if request.state is not State.RUNNING or request.is_fully_planned:
+            num_known = len(request.token_ids) + request.num_pending_ids
+            if request.state is not State.RUNNING or num_known >= request.last_num_tokens:
                 continue  # preempted for an earlier request in this very step, or waiting for its last id
-            if request.num_pending_ids and request.params.needs_known_ids:
+            if request.num_pending_ids and request.needs_known_ids:
                 continue
-            num_tokens = min(request.num_uncomputed_tokens, step.budget)
-            if num_tokens and self._make_room(request, num_tokens, step):
+            num_tokens = min(num_known - request.num_computed_tokens, step.budget)
+            num_after = request.num_computed_tokens + num_tokens
+            if num_tokens and (
+                num_after <= len(request.block_table) * size or self._make_room(request, num_after, step)
+            ):
                 self._plan(request, num_tokens, step)
 
     def _make_room(self, request: Request, num_tokens: int, step: Step) -> bool:
-        """Allocate blocks, preempting the last in order for them; False if `request` itself went."""
-        while not self._pool.extend(request.block_table, request.num_computed_tokens + num_tokens):
+        """Allocate blocks for so many tokens, preempting the last in order; False: `request` itself went."""
+        while not self._pool.extend(request.block_table, num_tokens):
             victim = self.running[-1]
             self._preempt(victim)
             step.preempted.append(victim)
@@ -157,13 +162,16 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed_tokens
 
     def _plan(self, request: Request, num_tokens: int, step: Step) -> None:
-        samples = num_tokens == request.num_uncomputed_tokens
-        step.work.append(Work(request, request.num_computed_tokens, num_tokens, samples))
+        start = request.num_computed_tokens
+        samples = start + num_tokens == len(request.token_ids) + request.num_pending_ids
+        step.work.append(Work(request, start, num_tokens, samples))
         step.budget -= num_tokens
-        request.num_computed_tokens += num_tokens
+        request.num_computed_tokens = start + num_tokens
         request.num_in_flight += 1
         request.num_pending_ids += samples
-        if self._prefix_cache is not None:
+        # ids of a block may become known after it was computed, so registered ones are what to compare with
+        size = self._pool.block_size
+        if self._prefix_cache is not None and start + num_tokens >= (request.num_registered_blocks + 1) * size:
             self._prefix_cache.register(request)
 
     def _stop_running(self, request: Request) -> None:

@@ -92,7 +92,7 @@ def fetch_from_hub(
         if isinstance(error.__cause__, HfHubHTTPError):
             why = f"the hub refused: {error.__cause__}"
         elif isinstance(error.__cause__, OfflineModeIsEnabled):
-            why = ""
+            why = "HF_HUB_OFFLINE is set"
         raise DownloadError(f"{name}{at_revision} is not in {cache_dir / 'hub'}, and {why}.") from None
     except HfHubHTTPError as error:
         raise DownloadError(f"The hub refused {name}{at_revision}: {error}") from None

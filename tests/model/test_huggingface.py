@@ -1,6 +1,7 @@
 """Model directories: whole ones open, and every way to be incomplete is refused with file and tensor."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -87,13 +88,16 @@ def test_shards_hold_the_same_model(whole: Path, shards: Path) -> None:
         np.testing.assert_array_equal(one.weights.layer(index).down, many.weights.layer(index).down)
 
 
-def test_the_fingerprint_changes_with_the_weights(copy: Path) -> None:
+def test_the_fingerprint_changes_with_the_weights_and_the_config(copy: Path) -> None:
     before = open_checkpoint(copy).fingerprint
     assert open_checkpoint(copy).fingerprint == before
 
-    edit_tensors(copy, lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ] + 1}))
+    os.utime(copy / WEIGHTS, ns=(1, 1))  # written anew, with the same length
+    rewritten = open_checkpoint(copy).fingerprint
+    edit_json(copy / "config.json", rope_theta=7)
+    changed = open_checkpoint(copy).fingerprint
 
-    assert open_checkpoint(copy).fingerprint != before
+    assert len({before, rewritten, changed}) == 3
 
 
 def test_a_tied_model_opens_with_and_without_a_stored_head(copy: Path) -> None:
