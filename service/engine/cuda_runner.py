@@ -25,7 +25,7 @@ Array = Any
 HostArray = NDArray[Any]
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-NARROWEST_TABLE = 64  # blocks; wider block tables come in steps of four times
+NARROWEST_TABLE = 16  # blocks; wider block tables come in steps of four times
 _FIRST_SPARSE = 1 << 16  # ids of penalties, and of bias, that a step has room for at first
 _NUM_STAGES = 3  # host buffers in turn: one more than steps in flight
 
