@@ -2,9 +2,10 @@
 // tensor memory accelerator into shared memory, from where warpgroup products take both operands.
 //
 // A block takes WGS * 64 weight rows (the left operand) and a quarter of K where QUARTERS is 4, else all of K;
-// the four blocks of a cluster add their sums in order, each for a quarter of the rows of x. A warp of its own asks for pieces of 64 columns, STAGES
-// of them ahead; those of the weight before the previous kernel has ended. Every result is one chain of
-// products over a quarter, whatever NB is, so a row's bits do not depend on its neighbours.
+// the four blocks of a cluster add their sums in order, each for a quarter of the rows of x. A warp of its own
+// asks for pieces of 64 columns, STAGES of them ahead; those of the weight before the previous kernel has ended.
+// Every result is one chain of products over a quarter, whatever NB is, so a row's bits do not depend on its
+// neighbours.
 // With NORM, sums of squares of x are taken from shared memory beside the products, and results are multiplied
 // by 1 / rms; the norm's weight has been multiplied into the weight before.
 //
@@ -40,6 +41,7 @@ constexpr int ITEMS = (NUM_ITEMS + THREADS - 1) / THREADS;  // of a thread
 constexpr bool IS_EARLY = ITEMS <= 2;                       // more would not fit into registers beside the sums
 
 static_assert(K % 8 == 0, "rows of 16-byte units");
+static_assert((NB * SUM_STRIDE + (CHUNKS + 1) * NB) * 4 <= STAGES * STAGE_BYTES, "sums lie where the ring was");
 
 __device__ __forceinline__ void init_barrier(u32 barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");

@@ -1,14 +1,13 @@
 """Steps on a GPU: decode from captured graphs, anything else launched stage by stage.
 
-The host never waits inside `launch`: it fills a page-locked buffer, queues one copy, the step and the copy
+The host never waits inside `launch`: it fills page-locked memory, queues one copy, the step and the copy
 of the sampled ids back, and returns. Ids stay on the device too (`last_ids`), where the next step finds
 them, so a second step can be queued while the first one runs. A thread of its own waits for events.
 """
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -26,8 +25,26 @@ HostArray = NDArray[Any]
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 NARROWEST_TABLE = 16  # blocks; wider block tables come in steps of four times
+PREFILL_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # longer ones keep the GPU busy as they are
+_FIRST_WIDTHS = 2  # of block tables, whose graphs are captured at start
 _FIRST_SPARSE = 1 << 16  # ids of penalties, and of bias, that a step has room for at first
 _NUM_STAGES = 3  # host buffers in turn: one more than steps in flight
+
+_ROWS = ("token_ids", "positions", "slot_mapping")  # of StepArrays, a value a row
+_REQUESTS = ("context_lens", "lanes", "sample_lanes", "sample_rows")  # a value a request
+_SAMPLES = {  # of SamplingArrays, a value a sample, with what makes a padding row greedy
+    "temperature": (np.float32, 0),
+    "top_k": (np.int32, 0),
+    "top_p": (np.float32, 1),
+    "min_p": (np.float32, 0),
+    "seeds": (np.uint64, 0),
+    "choices": (np.int32, 0),
+    "repetition_penalty": (np.float32, 1),
+    "presence_penalty": (np.float32, 0),
+    "frequency_penalty": (np.float32, 0),
+}
+_STARTS = ("seen_starts", "bias_starts")
+_SPARSE = {"seen_ids": np.int32, "seen_counts": np.int32, "bias_ids": np.int32, "bias_values": np.float32}
 
 
 class CudaRunner:
@@ -50,16 +67,13 @@ class CudaRunner:
         self.decoder = decoder
         self._backend = backend
         self._max_running = max_running
-        self._vocab_size = vocab_size
         self._max_blocks = -(-max_model_len // block_size)
-        self._null_block = num_blocks
-        self._block_size = block_size
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._cache = decoder.new_cache(num_blocks + 1, block_size)
-        self._activations = decoder.new_activations(max(max_step_tokens, max_running))
+        max_rows = max(max_step_tokens, max_running)
+        self._activations = decoder.new_activations(max_rows)
         self._last_ids = backend.zeros((max_running + 1,), np.int32)
         self._logits = backend.empty((max_running, vocab_size), np.float32)
-        self._device = _DeviceArrays(max(max_step_tokens, max_running), max_running, self._max_blocks)
         self._samples = SampleArrays(
             ids=backend.zeros((max_running,), np.int32),
             logprobs=backend.zeros((max_running,), np.float32),
@@ -67,9 +81,11 @@ class CudaRunner:
             top_ids=backend.zeros((max_running, MAX_TOP_LOGPROBS), np.int32),
             top_logprobs=backend.zeros((max_running, MAX_TOP_LOGPROBS), np.float32),
         )
-        self._stages = [_HostStage(self._device, max_running) for _ in range(_NUM_STAGES)]
+        spare = _Spare(block=num_blocks, lane=max_running, slot=num_blocks * block_size)
+        self._device = _DeviceArrays(max_rows, max_running, self._max_blocks)
+        self._stages = [_HostStage(self._device, max_running, spare) for _ in range(_NUM_STAGES)]
         self._num_launched = 0
-        self._graphs: dict[tuple[int, int, int], Any] = {}
+        self._graphs: dict[tuple[_Sizes, bool], Any] = {}
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="gpu")
         cupy.cuda.Device().synchronize()  # buffers were zeroed on another stream
 
@@ -78,51 +94,67 @@ class CudaRunner:
         self._num_launched += 1
         self._make_room(max(len(batch.sampling.seen_ids), len(batch.sampling.bias_ids)))
         with self._stream:
-            is_decode = batch.arrays.num_decode == len(batch.arrays.lanes)
-            padded = self._padded(batch) if is_decode else batch
-            arrays, sampling = stage.upload(padded, self._stream)
-            if is_decode and sampling.bitmask is None:
-                self._replay(arrays, sampling)
+            sizes, has_logprobs = _Sizes.of(batch), batch.sampling.max_top_logprobs >= 0
+            bucket = None if batch.sampling.bitmask is not None else self._bucket(sizes)
+            stage.upload(batch, bucket or sizes, self._stream)
+            if bucket is None:
+                self._run(sizes, batch.sampling)
+            elif (graph := self._graphs.get((bucket, has_logprobs))) is not None:
+                graph.launch(self._stream)
             else:
-                self._run(arrays, sampling)
-            stage.download(self._samples, len(batch.sampled), sampling.max_top_logprobs >= 0, self._stream)
+                self._captured(bucket, has_logprobs)  # runs the step while it prepares
+            stage.download(self._samples, sizes.num_samples, has_logprobs, self._stream)
         return self._waiter.submit(stage.wait)
 
     def close(self) -> None:
         self._waiter.shutdown()
 
     def capture(self) -> Iterator[tuple[int, int]]:
-        """Capture decode graphs of short contexts for every bucket; yields (done, total).
+        """Capture graphs of short contexts for every bucket; yields (done, total)."""
+        batches = [bucket for bucket in BUCKETS if bucket < self._max_running] + [self._max_running]
+        widths = dict.fromkeys(self._width(NARROWEST_TABLE * 4**i) for i in range(_FIRST_WIDTHS))
+        wanted = [_decode_sizes(batch, width) for batch in reversed(batches) for width in widths]
+        prompts = [rows for rows in PREFILL_BUCKETS if rows <= self._device.max_rows]
+        wanted += [self._prefill_sizes(rows) for rows in prompts]
+        with self._stream:
+            self._stages[0].fill_spare(self._stream)
+            for done, sizes in enumerate(wanted, 1):
+                self._captured(sizes, False)
+                yield done, len(wanted)
 
-        Before them one prefill, so that the first request does not wait for libraries to load.
-        """
-        self.launch(_prefill_batch(self._block_size, self._null_block, self._max_running)).result()
-        buckets = [bucket for bucket in BUCKETS if bucket < self._max_running] + [self._max_running]
-        for done, bucket in enumerate(reversed(buckets), 1):
-            empty = _padding_batch(bucket, self._null_block, self._block_size, self._max_running)
-            with self._stream:
-                arrays, sampling = self._stages[0].upload(self._padded(empty), self._stream)
-                self._replay(arrays, sampling)
-                self._stream.synchronize()
-            yield done, len(buckets)
+    def _captured(self, sizes: "_Sizes", has_logprobs: bool) -> None:
+        """Run a step, then record it: a capture must not compile kernels or make workspaces."""
+        sampling = self._device.sampling(sizes.num_samples, None, has_logprobs)
+        self._run(sizes, sampling)
+        self._stream.synchronize()
+        self._stream.begin_capture()
+        self._run(sizes, sampling)
+        self._graphs[sizes, has_logprobs] = self._stream.end_capture()
 
-    def _run(self, arrays: StepArrays, sampling: SamplingArrays) -> None:
-        logits = self._logits[: len(arrays.sample_rows)]
+    def _bucket(self, sizes: "_Sizes") -> "_Sizes | None":
+        """The graph that serves a step, with padding; None: it is launched stage by stage."""
+        width, count = self._width(sizes.width), sizes.num_requests
+        if sizes.num_decode == count:
+            found = next((b for b in BUCKETS if count <= b < self._max_running), self._max_running)
+            return _decode_sizes(found, width)
+        rows = next((rows for rows in PREFILL_BUCKETS if rows >= sizes.num_rows), self._device.max_rows + 1)
+        is_alone = count == 1 and rows <= self._device.max_rows
+        return self._prefill_sizes(rows) if is_alone else None
+
+    def _prefill_sizes(self, rows: int) -> "_Sizes":
+        """One request; its launches do not depend on the width of its block table."""
+        return _Sizes(rows, 1, 1, self._max_blocks, 0)
+
+    def _run(self, sizes: "_Sizes", host: SamplingArrays | None) -> None:
+        """`host`: the sampling that was uploaded; None: greedy."""
+        arrays = self._device.step(sizes)
+        bitmask = None if host is None else host.bitmask
+        has_logprobs = host is not None and host.max_top_logprobs >= 0
+        sampling = self._device.sampling(sizes.num_samples, bitmask, has_logprobs)
+        logits = self._logits[: sizes.num_samples]
         self.decoder.forward(arrays, self._cache, self._activations, self._last_ids, logits)
-        if len(logits):
+        if sizes.num_samples:
             self._backend.sample(logits, sampling, arrays, self._last_ids, self._samples)
-
-    def _replay(self, arrays: StepArrays, sampling: SamplingArrays) -> None:
-        key = (len(arrays.lanes), arrays.block_tables.shape[1], sampling.max_top_logprobs)
-        graph = self._graphs.get(key)
-        if graph is None:
-            self._run(arrays, sampling)  # compiles kernels and makes workspaces, which a capture must not
-            self._stream.synchronize()
-            self._stream.begin_capture()
-            self._run(arrays, sampling)
-            graph = self._graphs[key] = self._stream.end_capture()
-            return  # this step has been run above
-        graph.launch(self._stream)
 
     def _make_room(self, num_sparse: int) -> None:
         """For more penalties than ever before; graphs hold the old addresses, so they go."""
@@ -131,120 +163,149 @@ class CudaRunner:
             self._graphs.clear()
             self._device.make_sparse(1 << (num_sparse - 1).bit_length())
 
-    def _bucket(self, num_requests: int) -> int:
-        return next((b for b in BUCKETS if b >= num_requests and b <= self._max_running), self._max_running)
-
-    def _padded(self, batch: Batch) -> Batch:
-        """The batch with rows up to the next bucket, and a block table as wide as one of a few widths."""
-        count = len(batch.arrays.lanes)
-        padding = _padding_batch(
-            self._bucket(count) - count, self._null_block, self._block_size, self._max_running
-        )
+    def _width(self, num_blocks: int) -> int:
         width = NARROWEST_TABLE
-        while width < batch.arrays.block_tables.shape[1]:
+        while width < num_blocks:
             width *= 4
-        return _joined(batch, padding, min(width, self._max_blocks))
+        return min(width, self._max_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Of a step: what its launches depend on."""
+
+    num_rows: int
+    num_requests: int
+    num_samples: int
+    width: int  # of block tables
+    num_decode: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> "_Sizes":
+        arrays = batch.arrays
+        num_requests, width = arrays.block_tables.shape
+        return cls(len(arrays.token_ids), num_requests, len(arrays.sample_rows), width, arrays.num_decode)
+
+
+def _decode_sizes(batch: int, width: int) -> _Sizes:
+    return _Sizes(batch, batch, batch, width, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spare:
+    """Where padding rows write."""
+
+    block: int
+    lane: int
+    slot: int
 
 
 class _DeviceArrays:
-    """Arrays of fixed address that steps read: one int32 block that a single copy fills, and the tables."""
+    """Arrays of fixed address that steps read: one block of memory that a single copy fills, and tables."""
 
     def __init__(self, max_rows: int, max_requests: int, max_blocks: int) -> None:
-        self.max_rows, self.max_requests, self.max_blocks = max_rows, max_requests, max_blocks
-        self.lengths = {
-            "token_ids": max_rows,
-            "positions": max_rows,
-            "slot_mapping": max_rows,
-            "row_starts": max_requests + 1,
-            "context_lens": max_requests,
-            "lanes": max_requests,
-            "sample_rows": max_requests,
-            "sample_lanes": max_requests,
-            "temperature": max_requests,
-            "top_k": max_requests,
-            "top_p": max_requests,
-            "min_p": max_requests,
-            "seeds": 2 * max_requests,
-            "choices": max_requests,
-            "sampling_positions": max_requests,
-            "repetition_penalty": max_requests,
-            "presence_penalty": max_requests,
-            "frequency_penalty": max_requests,
-            "seen_starts": max_requests + 1,
-            "bias_starts": max_requests + 1,
-        }
-        self.starts: dict[str, int] = {}
+        self.max_rows = max_rows
+        lengths: dict[str, tuple[int, Any]] = dict.fromkeys(_ROWS, (max_rows, np.int32))
+        lengths |= dict.fromkeys((*_REQUESTS, "sampling_positions"), (max_requests, np.int32))
+        lengths |= {name: (max_requests, dtype) for name, (dtype, _) in _SAMPLES.items()}
+        lengths |= dict.fromkeys(("row_starts", *_STARTS), (max_requests + 1, np.int32))
+        self._places: dict[str, tuple[int, int, Any]] = {}
         total = 0
-        for name, length in self.lengths.items():
-            self.starts[name] = total
-            total += -(-length // 4) * 4  # 16-byte pieces
-        self.total = total
-        self.packed = cupy.zeros(total, np.int32)
+        for name, (length, dtype) in lengths.items():
+            size = length * np.dtype(dtype).itemsize
+            self._places[name] = (total, size, dtype)
+            total += -(-size // 16) * 16
+        self.num_bytes = total
+        self.packed = cupy.zeros(total, np.uint8)
+        self._fields = self.views_of(self.packed)
         self.tables = cupy.zeros((max_requests, max_blocks), np.int32)
         self.make_sparse(_FIRST_SPARSE)
+
+    def views_of(self, packed: Array) -> dict[str, Array]:
+        """The fields of a block of memory that is laid out like this one."""
+        return {
+            name: packed[start : start + size].view(dtype)
+            for name, (start, size, dtype) in self._places.items()
+        }
 
     def make_sparse(self, length: int) -> None:
         """Room for `length` ids of penalties and as many of bias in one step."""
         self.max_sparse = length
-        self.seen_ids, self.seen_counts, self.bias_ids = (cupy.zeros(length, np.int32) for _ in range(3))
-        self.bias_values = cupy.zeros(length, np.float32)
+        self.sparse = {name: cupy.zeros(length, dtype) for name, dtype in _SPARSE.items()}
 
-    def view(self, name: str, length: int, dtype: Any = np.int32) -> Array:
-        start = self.starts[name]
-        size = length * np.dtype(dtype).itemsize // 4
-        return self.packed[start : start + size].view(dtype)
+    def step(self, sizes: _Sizes) -> StepArrays:
+        fields = self._fields
+        count = {
+            **dict.fromkeys(_ROWS, sizes.num_rows),
+            **dict.fromkeys(("context_lens", "lanes"), sizes.num_requests),
+            **dict.fromkeys(("sample_rows", "sample_lanes"), sizes.num_samples),
+            "row_starts": sizes.num_requests + 1,
+        }
+        return StepArrays(
+            **{name: fields[name][:length] for name, length in count.items()},
+            block_tables=self.tables[: sizes.num_requests, : sizes.width],
+            num_decode=sizes.num_decode,
+        )
+
+    def sampling(self, num_samples: int, bitmask: HostArray | None, has_logprobs: bool) -> SamplingArrays:
+        fields = self._fields
+        return SamplingArrays(
+            **{name: fields[name][:num_samples] for name in _SAMPLES},
+            **{name: fields[name][: num_samples + 1] for name in _STARTS},
+            **self.sparse,
+            positions=fields["sampling_positions"][:num_samples],
+            bitmask=None if bitmask is None else cupy.asarray(bitmask),
+            max_top_logprobs=MAX_TOP_LOGPROBS if has_logprobs else -1,
+        )
 
 
 class _HostStage:
     """Page-locked memory of one step on its way to the device, and of its result on the way back."""
 
-    def __init__(self, device: _DeviceArrays, max_requests: int) -> None:
+    def __init__(self, device: _DeviceArrays, max_requests: int, spare: _Spare) -> None:
         self._device = device
-        self._packed = _pinned((device.total,), np.int32)
+        self._spare = spare
+        self._packed = _pinned((device.num_bytes,), np.uint8)
+        self._fields: dict[str, HostArray] = device.views_of(self._packed)
         self._tables = _pinned(device.tables.shape, np.int32)
-        self._sparse = _pinned((4, device.max_sparse), np.int32)
+        self._sparse = {name: _pinned((device.max_sparse,), dtype) for name, dtype in _SPARSE.items()}
         self._ids = _pinned((2, max_requests), np.int32)
         self._logprobs = _pinned((max_requests,), np.float32)
         self._top_ids = _pinned((max_requests, MAX_TOP_LOGPROBS), np.int32)
         self._top_logprobs = _pinned((max_requests, MAX_TOP_LOGPROBS), np.float32)
         self._done = cupy.cuda.Event(block=False, disable_timing=True)
         self._count = 0
+        self._has_logprobs = False
 
-    def upload(self, batch: Batch, stream: Any) -> tuple[StepArrays, SamplingArrays]:
-        """Queue the copies; return the same batch in arrays on the device."""
-        arrays, sampling, device = batch.arrays, batch.sampling, self._device
-        views: dict[str, Array] = {}
-        for source, prefix in ((arrays, ""), (sampling, "sampling_")):
-            for field in fields(source):
-                name = (
-                    field.name
-                    if field.name in device.lengths and field.name != "positions"
-                    else prefix + field.name
-                )
-                if name not in device.lengths:
-                    continue
-                host = getattr(source, field.name)
-                start = device.starts[name]
-                flat = host.view(np.int32)
-                self._packed[start : start + len(flat)] = flat
-                views[name] = device.view(name, len(host), host.dtype)
-        device.packed.set(self._packed, stream=stream)
-        self._upload_tables(arrays.block_tables, stream)
-        self._upload_sparse(sampling, stream)
+    def upload(self, batch: Batch, sizes: _Sizes, stream: Any) -> None:
+        """Queue the copies. Up to `sizes`, rows are filled in that touch only the spare."""
+        arrays, sampling, fields = batch.arrays, batch.sampling, self._fields
+        for name in (*_ROWS, *_REQUESTS, "row_starts"):
+            host = getattr(arrays, name)
+            fields[name][: len(host)] = host
+        num_rows, num_samples = len(arrays.token_ids), len(arrays.sample_rows)
+        for name in _SAMPLES:
+            fields[name][:num_samples] = getattr(sampling, name)
+        fields["sampling_positions"][:num_samples] = sampling.positions
+        for name in _STARTS:
+            fields[name][: num_samples + 1] = getattr(sampling, name)
         count, width = arrays.block_tables.shape
-        step: dict[str, Any] = {field.name: views.get(field.name) for field in fields(StepArrays)}
-        step |= {"block_tables": device.tables[:count, :width], "num_decode": arrays.num_decode}
-        how: dict[str, Any] = {field.name: views.get(field.name) for field in fields(SamplingArrays)}
-        how |= {
-            "positions": views["sampling_positions"],
-            "seen_ids": device.seen_ids,
-            "seen_counts": device.seen_counts,
-            "bias_ids": device.bias_ids,
-            "bias_values": device.bias_values,
-            "bitmask": None if sampling.bitmask is None else cupy.asarray(sampling.bitmask),
-            "max_top_logprobs": MAX_TOP_LOGPROBS if sampling.max_top_logprobs >= 0 else -1,
-        }
-        return StepArrays(**step), SamplingArrays(**how)
+        self._tables[:count, :width] = arrays.block_tables
+        self._pad_rows(num_rows, sizes.num_rows)
+        self._pad_requests(count, sizes.num_requests)
+        self._pad_samples(num_samples, sizes.num_samples)
+        self._upload_sparse(sampling, stream)
+        self._send(sizes.num_requests, width, stream)
+
+    def fill_spare(self, stream: Any) -> None:
+        """Queue arrays of nothing but padding."""
+        num_requests, width = self._tables.shape
+        for name in ("row_starts", *_STARTS):
+            self._fields[name][0] = 0
+        self._pad_rows(0, self._device.max_rows)
+        self._pad_requests(0, num_requests)
+        self._pad_samples(0, num_requests)
+        self._send(num_requests, width, stream)
 
     def download(self, samples: SampleArrays, count: int, has_logprobs: bool, stream: Any) -> None:
         """Queue the copies back and mark their end."""
@@ -273,126 +334,54 @@ class _HostStage:
             top_logprobs=self._top_logprobs[:count].copy(),
         )
 
-    def _upload_tables(self, tables: HostArray, stream: Any) -> None:
-        count, width = tables.shape
-        self._tables[:count, :width] = tables
-        pitch = self._tables.strides[0]
-        cupy.cuda.runtime.memcpy2DAsync(
-            self._device.tables.data.ptr,
-            self._device.tables.strides[0],
-            self._tables.ctypes.data,
-            pitch,
-            4 * width,
-            count,
-            cupy.cuda.runtime.memcpyHostToDevice,
-            stream.ptr,
-        )
+    def _pad_rows(self, count: int, bucket: int) -> None:
+        fields, rows = self._fields, slice(count, bucket)
+        fields["token_ids"][rows] = fields["positions"][rows] = 0
+        fields["slot_mapping"][rows] = self._spare.slot
+
+    def _pad_requests(self, count: int, bucket: int) -> None:
+        """Requests of one row each, a context of one token."""
+        fields, rows = self._fields, slice(count, bucket)
+        fields["context_lens"][rows] = 1
+        fields["lanes"][rows] = self._spare.lane
+        first = int(fields["row_starts"][count])
+        fields["row_starts"][count + 1 : bucket + 1] = np.arange(first + 1, first + 1 + bucket - count)
+        self._tables[rows, 0] = self._spare.block
+
+    def _pad_samples(self, count: int, bucket: int) -> None:
+        fields, rows = self._fields, slice(count, bucket)
+        fields["sample_lanes"][rows] = self._spare.lane
+        fields["sample_rows"][rows] = np.arange(count, bucket)
+        fields["sampling_positions"][rows] = 0
+        for name, (_, value) in _SAMPLES.items():
+            fields[name][rows] = value
+        for name in _STARTS:
+            fields[name][count + 1 : bucket + 1] = fields[name][count]
+
+    def _send(self, num_tables: int, width: int, stream: Any) -> None:
+        runtime = cupy.cuda.runtime
+        kind, packed, tables = runtime.memcpyHostToDevice, self._device.packed, self._device.tables
+        runtime.memcpyAsync(packed.data.ptr, self._packed.ctypes.data, len(self._packed), kind, stream.ptr)
+        target, pitch = tables.data.ptr, tables.strides[0]
+        source, row_bytes = self._tables.ctypes.data, 4 * width
+        runtime.memcpy2DAsync(target, pitch, source, pitch, row_bytes, num_tables, kind, stream.ptr)
 
     def _upload_sparse(self, sampling: SamplingArrays, stream: Any) -> None:
-        if self._sparse.shape[1] < self._device.max_sparse:
-            self._sparse = _pinned((4, self._device.max_sparse), np.int32)
-        parts = (
-            (sampling.seen_ids, self._device.seen_ids),
-            (sampling.seen_counts, self._device.seen_counts),
-            (sampling.bias_ids, self._device.bias_ids),
-            (sampling.bias_values, self._device.bias_values),
-        )
-        for row, (host, target) in enumerate(parts):
+        if not len(sampling.seen_ids) and not len(sampling.bias_ids):
+            return
+        if len(self._sparse["seen_ids"]) < self._device.max_sparse:
+            self._sparse = {
+                name: _pinned((self._device.max_sparse,), dtype) for name, dtype in _SPARSE.items()
+            }
+        for name, target in self._device.sparse.items():
+            host = getattr(sampling, name)
             count = len(host)
             if count:
-                self._sparse[row, :count] = host.view(np.int32)
-                target[:count].set(self._sparse[row, :count].view(target.dtype), stream=stream)
+                self._sparse[name][:count] = host
+                target[:count].set(self._sparse[name][:count], stream=stream)
 
 
 def _pinned(shape: tuple[int, ...], dtype: Any) -> HostArray:
     count = int(np.prod(shape))
     memory = cupy.cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
     return np.frombuffer(memory, dtype, count).reshape(shape)
-
-
-def _padding_batch(count: int, null_block: int, block_size: int, lane: int) -> Batch:
-    """Decode rows that touch nothing but the null block and the spare lane."""
-    full = partial(np.full, count)
-    arrays = StepArrays(
-        token_ids=full(0, np.int32),
-        positions=full(0, np.int32),
-        slot_mapping=full(null_block * block_size, np.int32),
-        row_starts=np.arange(count + 1, dtype=np.int32),
-        context_lens=full(1, np.int32),
-        block_tables=np.full((count, 1), null_block, np.int32),
-        lanes=full(lane, np.int32),
-        sample_rows=np.arange(count, dtype=np.int32),
-        sample_lanes=full(lane, np.int32),
-        num_decode=count,
-    )
-    empty = np.zeros(0, np.int32)
-    sampling = SamplingArrays(
-        temperature=full(0, np.float32),
-        top_k=full(0, np.int32),
-        top_p=full(1, np.float32),
-        min_p=full(0, np.float32),
-        seeds=full(0, np.uint64),
-        choices=full(0, np.int32),
-        positions=full(0, np.int32),
-        repetition_penalty=full(1, np.float32),
-        presence_penalty=full(0, np.float32),
-        frequency_penalty=full(0, np.float32),
-        seen_starts=np.zeros(count + 1, np.int32),
-        seen_ids=empty,
-        seen_counts=empty,
-        bias_starts=np.zeros(count + 1, np.int32),
-        bias_ids=empty,
-        bias_values=np.zeros(0, np.float32),
-        bitmask=None,
-        max_top_logprobs=-1,
-    )
-    return Batch(arrays, sampling, [])
-
-
-def _prefill_batch(count: int, null_block: int, lane: int) -> Batch:
-    """One request of `count` rows, at most a block, that touches nothing but the null block and lane."""
-    one = _padding_batch(1, null_block, count, lane)
-    positions = np.arange(count, dtype=np.int32)
-    arrays = replace(
-        one.arrays,
-        token_ids=np.zeros(count, np.int32),
-        positions=positions,
-        slot_mapping=null_block * count + positions,
-        row_starts=np.array([0, count], np.int32),
-        context_lens=np.array([count], np.int32),
-        sample_rows=np.array([count - 1], np.int32),
-        num_decode=0,
-    )
-    return Batch(arrays, one.sampling, [])
-
-
-def _joined(batch: Batch, padding: Batch, width: int) -> Batch:
-    """One batch after the other, decode rows both."""
-    first, second = batch.arrays, padding.arrays
-    count = len(first.lanes) + len(second.lanes)
-    tables = np.zeros((count, width), np.int32)
-    tables[: len(first.lanes), : first.block_tables.shape[1]] = first.block_tables
-    tables[len(first.lanes) :, :1] = second.block_tables
-    starts = np.arange(count + 1, dtype=np.int32)
-    special_step: dict[str, Any] = {
-        "row_starts": starts,
-        "sample_rows": starts[:-1],
-        "block_tables": tables,
-        "num_decode": count,
-    }
-    step: dict[str, Any] = {
-        field.name: np.concatenate([getattr(first, field.name), getattr(second, field.name)])
-        for field in fields(StepArrays)
-        if field.name not in special_step
-    }
-    mine, other = batch.sampling, padding.sampling
-    special: dict[str, Any] = {"bitmask": mine.bitmask, "max_top_logprobs": mine.max_top_logprobs}
-    for name in ("seen_starts", "bias_starts"):
-        starts_of = getattr(mine, name)
-        special[name] = np.concatenate([starts_of, np.full(len(second.lanes), starts_of[-1], np.int32)])
-    how: dict[str, Any] = {
-        field.name: np.concatenate([getattr(mine, field.name), getattr(other, field.name)])
-        for field in fields(SamplingArrays)
-        if field.name not in special
-    }
-    return Batch(StepArrays(**step, **special_step), SamplingArrays(**how, **special), batch.sampled)

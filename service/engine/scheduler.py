@@ -104,7 +104,7 @@ class Scheduler:
                 self._plan(request, num_tokens, step)
 
     def _make_room(self, request: Request, num_tokens: int, step: Step) -> bool:
-        """Allocate blocks for so many tokens, preempting the last in order; False: `request` itself went."""
+        """Get blocks for so many tokens, preempting the last in order; False: `request` itself went."""
         while not self._pool.extend(request.block_table, num_tokens):
             victim = self.running[-1]
             self._preempt(victim)
@@ -171,7 +171,10 @@ class Scheduler:
         request.num_pending_ids += samples
         # ids of a block may become known after it was computed, so registered ones are what to compare with
         size = self._pool.block_size
-        if self._prefix_cache is not None and start + num_tokens >= (request.num_registered_blocks + 1) * size:
+        if (
+            self._prefix_cache is not None
+            and start + num_tokens >= (request.num_registered_blocks + 1) * size
+        ):
             self._prefix_cache.register(request)
 
     def _stop_running(self, request: Request) -> None:

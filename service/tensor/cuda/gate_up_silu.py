@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from service.tensor.cuda.device import CudaDevice, address, require_shape
+from service.tensor.cuda.device import CudaDevice, address, require_shape, rows_from
 from service.tensor.cuda.linear import CudaLinear, RowLayout, decode_product, multiply_rows
 from service.tensor.cuda.rms_norm import rms_norm
 
@@ -22,7 +22,7 @@ def gate_up_silu(
             device, "gate_up_silu", gate_up, layout, address(x), num_decode, eps, defines, "pp", tail
         )
     if rows > num_decode:
-        _prefill(device, x[num_decode:], eps, gate_up, out[num_decode:])
+        _prefill(device, rows_from(x, num_decode), eps, gate_up, rows_from(out, num_decode))
 
 
 def _prefill(device: CudaDevice, x: Any, eps: float, gate_up: CudaLinear, out: Any) -> None:

@@ -8,7 +8,8 @@ from service.tensor.cuda.device import CudaDevice, address
 _MAX_QUARTERED = 8192  # outputs; wider weights fill the GPU without cutting K
 _SLICE = 128  # of kernels/slices.cuh
 _WARPS, _STAGES = 16, 3  # of kernels/skinny_gemm.cuh
-_MULTIPROCESSORS, _SHARED_BYTES = 132, 227 << 10  # of an H200
+_MULTIPROCESSORS = 132  # of an H200
+_WIDE = 1 << 16  # outputs: of a head, not of a layer
 ROW_TILE = 16  # weight rows; allocations are whole tiles
 
 
@@ -132,16 +133,19 @@ def _warpgroup_product(
 
 
 def warpgroup_variant(rows: int, outputs: int, columns: int, quarters: int) -> tuple[int, int, int]:
-    """Warpgroups, rows of x to a block, and pieces under way: what was fastest on an H200."""
+    """Warpgroups, rows of x to a block, and pieces under way: what was fastest on an H200.
+
+    Few rows: as many blocks as multiprocessors or a multiple, and room left in shared memory for the first
+    pieces of the next kernel. Many rows: large tiles, since they read less from the L2 cache.
+    """
     width = next((size for size in (8, 16, 32, 64) if rows <= size), 128)
-    groups = 1
-    if rows > 128 and ((quarters == 1 and columns * outputs > 1 << 27) or columns > 4096):
-        groups, width = 2, 256
-    stage_bytes = (64 * groups + width) * 128 + 16
-    blocks = -(-outputs // (64 * groups)) * quarters * -(-rows // width)
-    resident = 1 if groups == 2 else 3 if blocks > 2 * _MULTIPROCESSORS and width == 8 else 2
-    pieces = -(-columns // 64 // quarters) if quarters > 1 else columns // 64
-    return groups, width, max(3, min(pieces, (_SHARED_BYTES // resident - 2048) // stage_bytes))
+    is_whole, fills_once = quarters == 1, outputs <= 64 * 2 * _MULTIPROCESSORS
+    if rows <= 64:
+        groups = 2 if is_whole and fills_once else 1
+        return groups, width, (7 if groups == 2 else 8) if width <= 32 else (5 if groups == 2 else 6)
+    if rows > 128 and (outputs > _WIDE if is_whole else columns > 4096):
+        return 2, 256, 4
+    return (2, 128, 6) if is_whole or columns > 4096 else (1, 128, 4)
 
 
 def _skinny_shared_bytes(columns: int, tiles: int, groups: int, has_norm: bool) -> int:

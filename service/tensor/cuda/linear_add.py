@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from service.tensor.cuda.device import CudaDevice, address, require_shape
+from service.tensor.cuda.device import CudaDevice, address, require_shape, rows_from
 from service.tensor.cuda.linear import CudaLinear, decode_product, multiply_rows, plain_rows
 
 
@@ -18,7 +18,7 @@ def linear_add(device: CudaDevice, x: Any, weight: CudaLinear, residual: Any, nu
             device, "linear_add", weight, layout, address(x), num_decode, None, defines, "pp", tail
         )
     if rows > num_decode:
-        _prefill(device, x[num_decode:], weight, residual[num_decode:])
+        _prefill(device, rows_from(x, num_decode), weight, rows_from(residual, num_decode))
 
 
 def _prefill(device: CudaDevice, x: Any, weight: CudaLinear, residual: Any) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.tensor.backend import StepArrays
-from service.tensor.cuda.device import CudaDevice, address, require_shape
+from service.tensor.cuda.device import CudaDevice, address, require_shape, rows_from
 from service.tensor.cuda.linear import CudaLinear, RowLayout, decode_product, multiply_rows
 from service.tensor.cuda.rms_norm import rms_norm
 
@@ -52,7 +52,8 @@ def qkv_rope_cache(
     if split:
         _decode(stage, x, split, batch.positions, batch.slot_mapping, q)
     if rows > split:
-        _prefill(stage, x[split:], batch.positions[split:], batch.slot_mapping[split:], q[split:])
+        rest = (rows_from(array, split) for array in (x, batch.positions, batch.slot_mapping, q))
+        _prefill(stage, *rest)
 
 
 def _decode(stage: _Stage, x: Any, rows: int, positions: Any, slots: Any, q: Any) -> None:
