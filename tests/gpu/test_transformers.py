@@ -11,6 +11,7 @@ from service.model.decoder import Decoder
 from service.model.rope import RopeConfig
 from service.model.weights import LayerWeights
 from service.progress import NoProgress
+from service.tensor.backend import StepArrays
 from tests.gpu import cases
 
 pytestmark = pytest.mark.gpu
@@ -49,11 +50,11 @@ QWEN3_8B = ModelConfig(  # of its 36 layers, all alike, eight
 def make_model(config: ModelConfig) -> Any:
     """A transformers model in bfloat16 on the device, its norm weights far from one."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    kind = LlamaConfig if config.architecture == "llama" else Qwen3Config
-    described = kind(
+    is_llama = config.architecture == "llama"
+    described: Any = (LlamaConfig if is_llama else Qwen3Config)(
         vocab_size=config.vocab_size,
         hidden_size=config.dim,
         intermediate_size=config.ffn,
@@ -67,7 +68,8 @@ def make_model(config: ModelConfig) -> Any:
         tie_word_embeddings=config.tied_embeddings,
     )
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(described, dtype=torch.bfloat16)
+        model: Any = (LlamaForCausalLM if is_llama else Qwen3ForCausalLM)(described)
+        model = model.to(torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -129,7 +131,7 @@ def our_logits(backend: Any, weights: TorchWeights, config: ModelConfig, ids: An
     for start, stop in [(0, PROMPT), *((i, i + 1) for i in range(PROMPT, PROMPT + DECODED))]:
         positions = np.arange(start, stop, dtype=np.int32)
         count = stop - start
-        step = cases.StepArrays(
+        step = StepArrays(
             token_ids=ids[start:stop].astype(np.int32),
             positions=positions,
             slot_mapping=positions,

@@ -2,20 +2,17 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import cupy
-import numpy as np
 
 from service.errors import KernelError
+from service.tensor.cuda.cublas import Cublas
 from service.tensor.cuda.kernels import KernelId, device_arch, load_module
 from service.tensor.cuda.launch import CudaKernel, encode_tensor_map
 
-_CUDA_R_16BF = 14  # cudaDataType
-_ONE_AND_ZERO = np.array([1, 0], np.float32)  # alpha and beta, read on the host
 _MAX_MAPS = 1 << 14
 _COMPILERS = 16  # threads; NVRTC runs without Python's lock
 
@@ -34,7 +31,7 @@ class CudaDevice:
         self._kernels: dict[Any, CudaKernel] = {}
         self._scratch: dict[str, Any] = {}
         self._retired: list[Any] = []
-        self._cublas: Any = None
+        self._cublas: Cublas | None = None
         self._maps: dict[Any, bytes] = {}
 
     @property
@@ -95,33 +92,9 @@ class CudaDevice:
         self, weight: int, x: int, out: int, outputs: int, rows: int, inputs: int, *, adds: bool
     ) -> None:
         """out = x weight^T, or out += it, through cuBLAS. Addresses of row-major bfloat16 matrices."""
-        cublas = import_module("cupy_backends.cuda.libs.cublas")
-        if self._cublas is None:  # not CuPy's own handle: that is one a thread
-            self._cublas = cublas.create()
-        handle = self._cublas
-        cublas.setStream(handle, self.stream)
-        factors = _ONE_AND_ZERO.ctypes.data
-        cublas.gemmEx(
-            handle,
-            cublas.CUBLAS_OP_T,
-            cublas.CUBLAS_OP_N,
-            outputs,
-            rows,
-            inputs,
-            factors,
-            weight,
-            _CUDA_R_16BF,
-            inputs,
-            x,
-            _CUDA_R_16BF,
-            inputs,
-            factors if adds else factors + 4,
-            out,
-            _CUDA_R_16BF,
-            outputs,
-            cublas.CUBLAS_COMPUTE_32F,
-            cublas.CUBLAS_GEMM_DEFAULT,
-        )
+        if self._cublas is None:
+            self._cublas = Cublas()
+        self._cublas.multiply(self.stream, weight, x, out, outputs, rows, inputs, adds=adds)
 
     def scratch(self, name: str, shape: tuple[int, ...], itemsize: int, *, zeroed: bool = False) -> int:
         """The address of temporary memory, valid until the same name is asked for again.
