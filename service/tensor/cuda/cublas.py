@@ -14,6 +14,7 @@ from service.errors import EngineDeadError
 
 _BFLOAT16, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM = 14, 68, -1  # cudaDataType, cublasComputeType_t, gemm algo
 _PLAIN, _TRANSPOSED = 0, 1
+_SUM_IN_FLOAT32 = 16  # cublasMath_t: parts of a split sum are not added in bfloat16
 _WORKSPACE_BYTES = 32 << 20  # what cuBLAS advises for sm_90; its own may not be used in a captured graph
 _FACTORS = np.array([1, 0], np.float32)  # alpha and beta, read on the host
 
@@ -32,6 +33,7 @@ class Cublas:
         self._gemm.argtypes += [integer, integer]
         self._handle = pointer()
         _check(self._library.cublasCreate_v2(ctypes.byref(self._handle)))
+        _check(self._library.cublasSetMathMode(self._handle, _SUM_IN_FLOAT32))
         self._workspace = cupy.empty(_WORKSPACE_BYTES, np.uint8)
         self._stream: int | None = None
 
