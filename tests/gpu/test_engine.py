@@ -157,7 +157,7 @@ async def test_logprobs_are_those_of_the_numpy_backend(backend: Any, architectur
                 assert forced[0] == [token_id]
                 differences.append(abs(forced[1][0] - logprobs[position]))
     print(f"mean {np.mean(differences):.4f}, largest {max(differences):.4f}")
-    assert np.mean(differences) < 0.03
+    assert np.mean(differences) < 0.05
     assert max(differences) < 0.25
 
 
