@@ -1,6 +1,7 @@
 """Measures the CUDA backend with random weights: `python benchmarks/device.py PART... --out FILE`.
 
-Parts: `stages` times the stages of a decode step against the time that their bytes take; `decode` whole
+Parts: `tests` runs tests/gpu; `stages` times the stages of a decode step against the time that their bytes take;
+`decode` whole
 decode steps from CUDA graphs, sampling included; `prefill` whole prompts, launched one by one; `engine` the
 same through scheduler and runner, prompts of 128 and replies of 128 ids. Results are
 merged into the JSON file after every measurement; what it holds is not measured again (`--again` does).
@@ -9,10 +10,15 @@ merged into the JSON file after every measurement; what it holds is not measured
 import argparse
 import asyncio
 import json
+import platform
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import cupy
@@ -20,6 +26,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from service.bench import decode_rate, time_to_first_token
+from service.engine.cuda_kernels import kernels_of
 from service.engine.cuda_runner import CudaRunner
 from service.engine.engine import Engine
 from service.model.config import ModelConfig
@@ -239,9 +246,18 @@ def stage_steps(  # noqa: C901  seven small functions
 class Report:
     """Results by key, in a JSON file that is written after each."""
 
-    def __init__(self, path: Path, again: bool) -> None:
+    def __init__(self, path: Path, again: bool, commit: str) -> None:
         self._path = path
         self._results: dict[str, Any] = {} if again or not path.is_file() else json.loads(path.read_text())
+        runtime = cupy.cuda.runtime
+        self._results["machine"] = {
+            "device": runtime.getDeviceProperties(0)["name"].decode(),
+            "driver": runtime.driverGetVersion(),
+            "cuda": runtime.runtimeGetVersion(),
+            "python": platform.python_version(),
+            "commit": commit,
+            **{name: version(name) for name in ("cupy-cuda13x", "numpy")},
+        }
 
     def lacks(self, key: str) -> bool:
         return key not in self._results
@@ -290,9 +306,26 @@ async def _run_engine(bench: Bench, name: str, report: Report) -> None:
     max_running, max_step_tokens, num_blocks = 256, 2048, 256 * 16 + 256
     sizes = {"num_blocks": num_blocks, "block_size": BLOCK_SIZE, "vocab_size": bench.config.vocab_size}
     sizes |= {"max_step_tokens": max_step_tokens, "max_running": max_running, "max_model_len": 4096}
+    kernels = kernels_of(
+        bench.config,
+        vocab_size=bench.config.vocab_size,
+        block_size=BLOCK_SIZE,
+        max_running=max_running,
+        arch=bench.backend.device.arch,
+    )
+    started_at = perf_counter()
+    bench.backend.device.prepare(kernels, lambda done, total: None)
+    prepared_at = perf_counter()
     runner = CudaRunner(bench.decoder, bench.backend, **sizes)
     for _ in runner.capture():
         pass
+    if report.lacks(f"{name} engine start"):
+        seconds = {
+            "kernels": len(kernels),
+            "compile_seconds": round(prepared_at - started_at, 2),
+            "capture_seconds": round(perf_counter() - prepared_at, 2),
+        }
+        report.add(f"{name} engine start", seconds)
     engine = Engine(runner, **sizes, eos_token_ids=(), max_waiting=1024, prefix_cache=False)
     await engine.start()
     for prompt in (100, 2048):
@@ -312,6 +345,31 @@ async def _run_engine(bench: Bench, name: str, report: Report) -> None:
     await engine.stop()
 
 
+def run_tests(report: Report) -> None:
+    """Kernels against the NumPy reference, the engine, whole models against transformers."""
+    started_at = perf_counter()
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "tests/gpu",
+        "-q",
+        "-s",
+        "-p",
+        "no:cacheprovider",
+    ]
+    command += ["-o", "filterwarnings=default", "--tb=short"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    lines = done.stdout.splitlines()
+    told = [line.lstrip(".F") for line in lines if "mean " in line or "transformers in" in line]
+    seconds = round(perf_counter() - started_at, 1)
+    report.add("tests", {"result": lines[-1], "code": done.returncode, "told": told, "seconds": seconds})
+    if done.returncode:
+        print(done.stdout[-6000:], flush=True)
+
+
 def run_engine(bench: Bench, name: str, report: Report) -> None:
     asyncio.run(_run_engine(bench, name, report))
 
@@ -321,19 +379,25 @@ _PARTS = {"stages": run_stages, "decode": run_decode, "prefill": run_prefill, "e
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="+", choices=list(_PARTS))
+    parser.add_argument("parts", nargs="+", choices=["tests", *_PARTS])
+    parser.add_argument("--commit", default="unknown", help="what is measured")
     parser.add_argument("--model", action="append", choices=list(MODELS))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200.json"))
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--portable", action="store_true", help="the kernels of cards other than sm_90")
     options = parser.parse_args()
-    report = Report(options.out, options.again)
+    report = Report(options.out, options.again, options.commit)
+    if "tests" in options.parts:
+        run_tests(report)
+    parts = [part for part in options.parts if part in _PARTS]
+    if not parts:
+        return
     for name in options.model or MODELS:
         bench = Bench.make(MODELS[name], 2048, 256 * 16 + 1)
         if options.portable:
             bench.backend.device.has_warpgroups = False
             name += " portable"
-        for part in options.parts:
+        for part in parts:
             _PARTS[part](bench, name, report)
         del bench
         cupy.get_default_memory_pool().free_all_blocks()

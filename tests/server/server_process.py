@@ -98,10 +98,10 @@ class Stream:
     def __iter__(self) -> Iterator[str]:
         """What stands after `data: `; comments are left out."""
         while line := self.answer.readline().decode().rstrip("\n"):
-            if line.startswith("data: "):
-                yield line.removeprefix("data: ")
             blank = self.answer.readline()
             assert blank in (b"\n", b""), blank
+            if line.startswith("data: "):
+                yield line.removeprefix("data: ")
 
     def take(self, count: int) -> list[str]:
         """The next events."""
