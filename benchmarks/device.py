@@ -1,10 +1,9 @@
 """Measures the CUDA backend with random weights: `python benchmarks/device.py PART... --out FILE`.
 
-Parts: `tests` runs tests/gpu; `stages` times the stages of a decode step against the time that their bytes take;
-`decode` whole
-decode steps from CUDA graphs, sampling included; `prefill` whole prompts, launched one by one; `engine` the
-same through scheduler and runner, prompts of 128 and replies of 128 ids. Results are
-merged into the JSON file after every measurement; what it holds is not measured again (`--again` does).
+Parts: `tests` runs tests/gpu; `stages` times the stages of a decode step against the time that their bytes
+take; `decode` whole decode steps from CUDA graphs, sampling included; `prefill` whole prompts, launched one
+by one; `engine` both through scheduler and runner, prompts of 128 and replies of 128 ids. Results go
+into the JSON file after every measurement; what it holds is not measured again (`--again` does).
 """
 
 import argparse
@@ -16,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -356,14 +356,16 @@ def run_tests(report: Report) -> None:
         "gpu",
         "tests/gpu",
         "-q",
-        "-s",
+        "-rP",
         "-p",
         "no:cacheprovider",
     ]
     command += ["-o", "filterwarnings=default", "--tb=short"]
+    if find_spec("xdist"):
+        command += ["-n", "12"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     lines = done.stdout.splitlines()
-    told = [line.lstrip(".F") for line in lines if "mean " in line or "transformers in" in line]
+    told = [line for line in lines if "mean " in line or "transformers in" in line]
     seconds = round(perf_counter() - started_at, 1)
     report.add("tests", {"result": lines[-1], "code": done.returncode, "told": told, "seconds": seconds})
     if done.returncode:
