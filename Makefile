@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CUDA ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')
 EXTRAS = $(if $(filter 12 13,$(CUDA)),[cuda$(CUDA)])
+NVRTC = $(if $(filter 12 13,$(CUDA)),cuda$(CUDA),nvrtc)
 BIN = $(VENV)/bin
 
 .PHONY: serve test clean
@@ -28,5 +29,5 @@ $(VENV)/.serve: $(BIN)/python pyproject.toml
 	touch $@
 
 $(VENV)/.test: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,oracle]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,oracle,$(NVRTC)]'
 	touch $@

@@ -68,7 +68,7 @@ Outcome = tuple[KernelId, bytes | KernelError]
 
 @pytest.fixture(scope="module")
 def cupy() -> Any:
-    return pytest.importorskip("cupy", reason="CuPy is not installed: pip install photoninfer[test]")
+    return pytest.importorskip("cupy", reason="CuPy is not installed: pip install photoninfer[nvrtc]")
 
 
 @pytest.fixture(scope="module", params=ARCHS)
