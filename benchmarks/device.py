@@ -1,4 +1,4 @@
-"""Measures the CUDA backend with random weights: `python benchmarks/device.py PART... --out FILE`.
+"""Measures the CUDA backend with random weights: `python -m benchmarks.device PART... --out FILE`.
 
 Parts: `tests` runs tests/gpu; `stages` times the stages of a decode step against the time that their bytes
 take; `decode` whole decode steps from CUDA graphs, sampling included; `prefill` whole prompts, launched one
@@ -25,13 +25,13 @@ import cupy
 import numpy as np
 from ml_dtypes import bfloat16
 
+from benchmarks.shapes import MODELS
 from service.bench import decode_rate, time_to_first_token
 from service.engine.cuda_kernels import kernels_of
 from service.engine.cuda_runner import CudaRunner
 from service.engine.engine import Engine
 from service.model.config import ModelConfig
 from service.model.decoder import Activations, Decoder, KVCache
-from service.model.rope import RopeConfig
 from service.model.shapes import ShapeWeights
 from service.progress import NoProgress
 from service.tensor.backend import SampleArrays, SamplingArrays, StepArrays
@@ -42,36 +42,6 @@ READ_TERABYTES = 4.34  # a second, read by one kernel from 1.24 GB; measured on 
 BLOCK_SIZE = 16
 CONTEXT = 192  # half of 128 generated ids behind a prompt of 128
 BATCHES = (1, 4, 8, 16, 32, 64, 128, 256)
-MODELS = {
-    "llama-3.2-1b": ModelConfig(
-        architecture="llama",
-        dim=2048,
-        ffn=8192,
-        num_layers=16,
-        heads=32,
-        kv_heads=8,
-        head_dim=64,
-        vocab_size=128256,
-        max_positions=131072,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=500000.0),
-        tied_embeddings=True,
-    ),
-    "qwen3-8b": ModelConfig(
-        architecture="qwen3",
-        dim=4096,
-        ffn=12288,
-        num_layers=36,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        max_positions=40960,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=1000000.0),
-        qk_norm=True,
-    ),
-}
 
 
 class RandomBackend(CudaBackend):

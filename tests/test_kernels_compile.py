@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from benchmarks.shapes import LLAMA_1B, QWEN3_8B
 from service.errors import KernelError
 from service.model.config import ModelConfig
 from service.model.rope import RopeConfig
@@ -18,48 +20,25 @@ from service.tensor.cuda.kernels import KernelId, compile_cubin, cubin_path, ker
 
 FILES = sorted(path.stem for path in kernel_dir().glob("*.cu"))
 ARCHS = ["sm_75", "sm_80", "sm_89", "sm_90a"]
-SHAPE: dict[str, Any] = {
-    "num_layers": 1,
-    "max_positions": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope": RopeConfig(theta=10000.0),
-}
 # every specialisation of a model for the architecture beside it, one of a file for the others
 MODELS = {
-    "sm_90a": ModelConfig(  # as Llama 3.2 1B
-        architecture="llama",
-        dim=2048,
-        ffn=8192,
-        heads=32,
-        kv_heads=8,
-        head_dim=64,
-        vocab_size=128256,
-        tied_embeddings=True,
-        **SHAPE,
-    ),
-    "sm_80": ModelConfig(  # as Qwen3 8B
-        architecture="qwen3",
-        dim=4096,
-        ffn=12288,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        qk_norm=True,
-        **SHAPE,
-    ),
+    "sm_90a": replace(LLAMA_1B, num_layers=1),
+    "sm_80": replace(QWEN3_8B, num_layers=1),
     "sm_89": ModelConfig(  # as SmolLM2 135M, with every bias that a checkpoint may have
         architecture="llama",
         dim=576,
         ffn=1536,
+        num_layers=1,
         heads=9,
         kv_heads=3,
         head_dim=64,
         vocab_size=49152,
+        max_positions=2048,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=10000.0),
         qkv_bias=True,
         o_bias=True,
         mlp_bias=True,
-        **SHAPE,
     ),
 }
 

@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
+from msgspec.structs import replace
 
+from benchmarks.shapes import LLAMA_1B, QWEN3_8B
 from service.model.config import ModelConfig
 from service.model.decoder import Decoder
-from service.model.rope import RopeConfig
 from service.model.weights import LayerWeights
 from service.progress import NoProgress
 from service.tensor.backend import StepArrays
@@ -17,34 +18,8 @@ from tests.gpu import cases
 pytestmark = pytest.mark.gpu
 
 PROMPT, DECODED, BLOCK = 200, 8, 16
-LLAMA_1B = ModelConfig(
-    architecture="llama",
-    dim=2048,
-    ffn=8192,
-    num_layers=16,
-    heads=32,
-    kv_heads=8,
-    head_dim=64,
-    vocab_size=128256,
-    max_positions=1024,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=500000.0),
-    tied_embeddings=True,
-)
-QWEN3_8B = ModelConfig(  # of its 36 layers, all alike, eight
-    architecture="qwen3",
-    dim=4096,
-    ffn=12288,
-    num_layers=8,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    max_positions=1024,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1000000.0),
-    qk_norm=True,
-)
+LLAMA = replace(LLAMA_1B, max_positions=1024)
+QWEN = replace(QWEN3_8B, max_positions=1024, num_layers=8)  # of 36, all alike
 
 
 def make_model(config: ModelConfig) -> Any:
@@ -155,7 +130,7 @@ def our_logits(backend: Any, weights: TorchWeights, config: ModelConfig, ids: An
     return np.concatenate(rows)
 
 
-@pytest.mark.parametrize("config", [LLAMA_1B, QWEN3_8B], ids=lambda config: config.architecture)
+@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=lambda config: config.architecture)
 def test_logits_are_as_near_to_float32_as_those_of_transformers(backend: Any, config: ModelConfig) -> None:
     import torch
 
