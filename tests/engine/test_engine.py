@@ -167,10 +167,10 @@ def chaos(engine: Engine, rng: random.Random, live: list[Stream]) -> Callable[[B
     return interfere
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_survivors_of_any_mix_get_their_solo_ids_and_no_block_is_lost(seed: int, depth: int) -> None:
-    """500 requests of random length and priority over a tiny pool, with cancels at every phase."""
+    """2,000 requests of random length and priority over a tiny pool, with cancels at every phase."""
     rng = random.Random(seed)
     prefixes = [[rng.randrange(VOCAB) for _ in range(rng.randrange(20))] for _ in range(4)]
     async with running_engine(rng.choice([12, 20]), depth, eos=7, max_running=rng.choice([3, 8])) as (
@@ -200,14 +200,14 @@ async def test_survivors_of_any_mix_get_their_solo_ids_and_no_block_is_lost(seed
             assert reply == want
             return True
 
-        survived = await asyncio.gather(*(client(i) for i in range(500)))
+        survived = await asyncio.gather(*(client(i) for i in range(2000)))
 
-        assert 200 < sum(survived) < 500
+        assert 800 < sum(survived) < 2000
         assert watcher.num_preempted > 0
         assert engine.num_unfinished == 0
         assert engine.pool.num_used == 0
         assert engine.pool.num_available == engine.pool.num_blocks
-        assert watcher.reasons.count("client_gone") == 500 - sum(survived)
+        assert watcher.reasons.count("client_gone") == 2000 - sum(survived)
         assert engine.failure is None
 
 
