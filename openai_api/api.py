@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from openai_api.auth import Access
 from openai_api.health import Health
 from service.errors import EngineDeadError, ModelNotFoundError, OverloadedError, RequestError
 from service.metrics import Metrics
@@ -19,6 +20,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_choices: int = 128  # prompts times n
     ping_seconds: float = 15.0  # a waiting stream gets an SSE comment this often; 0: never
     loading_retry_seconds: float = 5.0  # Retry-After while the model loads or the server drains
+    timeout_seconds: float = 0.0  # of requests that set none; 0: none
 
 
 @dataclass(slots=True)
@@ -30,6 +32,7 @@ class Api:
     health: Health = field(default_factory=Health)
     metrics: Metrics = field(default_factory=Metrics)
     limits: Limits = field(default_factory=Limits)
+    access: Access = field(default_factory=Access)
     system_fingerprint: str | None = None  # stands for weights, numerics and version
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds, shown by /v1/models
     max_model_len: int | None = None  # tokens of prompt and reply, shown by /v1/models
@@ -48,6 +51,10 @@ class Api:
         if num_choices > self.limits.max_choices:
             text = f"{num_choices} replies asked for; at most {self.limits.max_choices} in one request."
             raise RequestError(text, field=field)
+
+    def timeout_of(self, asked: float | None) -> float | None:
+        """Seconds that a request may take; None: any."""
+        return asked if asked is not None else self.limits.timeout_seconds or None
 
     def ready_generator(self) -> TextGenerator:
         """Raises: OverloadedError while loading or draining, EngineDeadError after a failure."""

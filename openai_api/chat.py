@@ -49,9 +49,9 @@ class Chat:
         asked_by, max_tokens = chat_max_tokens(body)
         params = generation_params(body, max_tokens=max_tokens, logprobs=num_chat_logprobs(body))
         self._api.check_choices(params.n, "n")
-        ids = await _encode(generator, body)
+        ids = await encode_messages(generator, body)
 
-        run = await Run.start(generator, [ids], params, stamp.id)
+        run = await Run.start(generator, [ids], params, stamp.id, self._api.timeout_of(body.timeout))
 
         if run.clamped_max_tokens is not None:
             ignored.append(f"{asked_by};clamped={run.clamped_max_tokens}")
@@ -69,7 +69,8 @@ def _decode(raw: Mapping[str, Any]) -> tuple[ChatRequest, list[str]]:
     return body, ignored + ignored_in_messages(raw.get("messages") or ())
 
 
-async def _encode(generator: TextGenerator, body: ChatRequest) -> list[int]:
+async def encode_messages(generator: TextGenerator, body: ChatRequest) -> list[int]:
+    """Ids of the prompt. Raises: RequestError naming message and field."""
     messages = template_messages(body)
     is_continued = bool(body.continue_final_message)
     if is_continued and body.add_generation_prompt:

@@ -48,7 +48,7 @@ class Completions:
         self._api.check_choices(len(prompts) * params.n, "prompt" if len(prompts) > 1 else "n")
         ids = await _encode(generator, prompts)
 
-        run = await Run.start(generator, ids, params, stamp.id)
+        run = await Run.start(generator, ids, params, stamp.id, self._api.timeout_of(body.timeout))
 
         if run.clamped_max_tokens is not None and body.max_tokens is not None:
             ignored.append(f"max_tokens;clamped={run.clamped_max_tokens}")

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.errors import (
+    DeadlineError,
     EngineDeadError,
     GenerationError,
     ModelNotFoundError,
@@ -54,7 +55,7 @@ class ApiError(msgspec.Struct, frozen=True):
 
     def response(self) -> Response:
         headers = dict(self.headers)
-        if self.status < 500 and self.status not in (408, 409, 429):
+        if self.status == 504 or (self.status < 500 and self.status not in (408, 409, 429)):
             headers["x-should-retry"] = "false"  # the official SDKs obey it: the same request fails again
         return Response(self.encode(), self.status, headers, "application/json")
 
@@ -73,6 +74,8 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(503, body, {"Retry-After": str(wait)})
         case EngineDeadError():
             return ApiError(503, ErrorBody(str(error), UNAVAILABLE, None, "engine_dead"))
+        case DeadlineError():
+            return ApiError(504, ErrorBody(str(error), "server_error", None, "deadline_exceeded"))
         case GenerationError():
             return ApiError(500, ErrorBody(str(error), "server_error", None, "generation_failed"))
         case HTTPException():

@@ -105,7 +105,6 @@ HARMLESS: dict[str, str] = {
     "prompt_cache_retention": "the prefix cache evicts by use",
     "return_token_ids": "token ids are not returned",
     "include_reasoning": "reasoning is part of the text",
-    "timeout": "close the connection to cancel",
 }
 
 

@@ -1,4 +1,6 @@
-"""ASGI layers around the routes: request id and metrics, paths, body size; and errors in OpenAI's shape."""
+"""ASGI layers around the routes: request id and metrics, origins, paths, keys, body size; and errors in
+OpenAI's shape.
+"""
 
 import re
 import uuid
@@ -13,6 +15,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from openai_api.api import Api
+from openai_api.auth import KeyCheck, allow_origins
 from openai_api.errors import TOLD, answer_error, api_error, log_unexpected
 
 BASE = "/v1"
@@ -30,7 +33,8 @@ def wrap(app: Starlette, api: Api) -> ASGIApp:
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.add_exception_handler(Exception, answer_error)
-    return Outermost(NormalPath(BodyLimit(app, api.limits.max_body_bytes)), api)
+    checked = KeyCheck(BodyLimit(app, api.limits.max_body_bytes), api.access)
+    return Outermost(allow_origins(NormalPath(checked), api.access.cors_origins), api)
 
 
 class Outermost:
@@ -159,6 +163,8 @@ def _nearest(path: str, routes: Iterable[BaseRoute]) -> str | None:
     """The route of the API that `path` means when its /v1 is missing, doubled or behind something else."""
     for route in routes:
         known = route.path if isinstance(route, Route) else ""
+        if known and path == BASE + known:
+            return known
         if known.startswith(BASE) and "{" not in known and path.endswith(known.removeprefix(BASE)):
             return known
     return None

@@ -19,6 +19,8 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 10_000
+MAX_DETOKENIZE = 2**20  # ids; a quarter of a second's work
+MAX_TIMEOUT_SECONDS = 7 * 24 * 3600
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -70,6 +72,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: Int32 | None = None  # lower goes first
+    # ours: seconds in queue and generation
+    timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT_SECONDS)] | None = None
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +115,26 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
     prompt: str | list[Any] | None = None  # string, strings, ids, or lists of ids
     logprobs: TopLogprobs | None = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None  # of a prompt: BOS if the model has it; default: true
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_DETOKENIZE)] | None = None
 
 
 # Replies
@@ -227,6 +251,17 @@ class Completion(msgspec.Struct):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     object: str = "text_completion"
+
+
+class TokenizeReply(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None  # as the vocabulary spells them
+
+
+class DetokenizeReply(msgspec.Struct):
+    prompt: str
 
 
 class Model(msgspec.Struct):

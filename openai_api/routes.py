@@ -1,5 +1,6 @@
 """The whole HTTP surface."""
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,19 +11,27 @@ from openai_api.chat import Chat
 from openai_api.completions import Completions
 from openai_api.health import Probes
 from openai_api.models import Models
+from openai_api.tokenize import Tokens
+from service import __version__
 
 
 def make_routes(api: Api) -> list[Route]:
-    models, probes = Models(api), Probes(api.health)
+    models, probes, tokens = Models(api), Probes(api.health), Tokens(api)
 
     async def metrics(_http: Request) -> Response:
         return Response(api.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    async def version(_http: Request) -> Response:
+        return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
 
     return [
         Route("/v1/chat/completions", Chat(api).create, methods=["POST"]),
         Route("/v1/completions", Completions(api).create, methods=["POST"]),
         Route("/v1/models", models.listing),
         Route("/v1/models/{id:path}", models.one),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/version", version),
         Route("/health", probes.health),
         Route("/livez", probes.livez),
         Route("/readyz", probes.readyz),

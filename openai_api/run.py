@@ -6,18 +6,26 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from openai_api.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
-from service.errors import GenerationError
+from service.errors import DeadlineError, GenerationError
 from service.text.generation import Delta, Generation, GenerationParams, TextGenerator
 
 
 @dataclass(slots=True)
 class Run:
-    """Choice i of prompt p has index p * n + i. Leaving it as a context manager cancels what is left."""
+    """Choice i of prompt p has index p * n + i. Leaving it as a context manager cancels what is left.
+
+    A deadline cancels by a timer and not by whoever reads, so that it also holds for a client that reads
+    slowly or not at all, and costs nothing a token.
+    """
 
     generations: list[Generation]
     n: int
+    timeout_seconds: float | None = None
     num_generated_tokens: int = 0
     num_cached_tokens: int = 0
+    is_expired: bool = False
+    _timer: asyncio.TimerHandle | None = None
+    _expiring: "asyncio.Task[None] | None" = None
 
     @classmethod
     async def start(
@@ -26,9 +34,12 @@ class Run:
         prompts: Sequence[list[int]],
         params: GenerationParams,
         request_id: str,
+        timeout_seconds: float | None = None,
     ) -> "Run":
         """Submit every prompt, or none. Raises: every refusal of TextGenerator.start."""
-        run = cls([], params.n)
+        run = cls([], params.n, timeout_seconds)
+        loop = asyncio.get_running_loop()
+        started_at = loop.time()
         try:
             for i, ids in enumerate(prompts):
                 unique = request_id if len(prompts) == 1 else f"{request_id}-{i}"
@@ -36,10 +47,21 @@ class Run:
         except BaseException:
             await run.close("error")
             raise
+        if timeout_seconds is not None:
+            run._timer = loop.call_at(started_at + timeout_seconds, run._expire)
         return run
 
+    def _expire(self) -> None:
+        self.is_expired = True
+        self._expiring = asyncio.create_task(self._close_all("timeout"))
+
     async def close(self, cause: str = "client_gone") -> None:
-        """Cancel what is left; nothing where a generation has ended."""
+        """Cancel what is left, and the deadline; nothing where a generation has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._close_all(cause)
+
+    async def _close_all(self, cause: str) -> None:
         for generation in self.generations:
             await generation.aclose(cause)
 
@@ -76,7 +98,7 @@ class Run:
         """Deltas of all choices as they come.
 
         Raises: GenerationError when one fails, or when the engine ends one early, as at a forced stop: a
-            reply that is cut off must not look whole.
+            reply that is cut off must not look whole. DeadlineError.
         """
         cached: dict[int, int] = {}  # by prompt
         num_open = self.num_choices
@@ -93,10 +115,18 @@ class Run:
                     num_open -= delta.finish_reason is not None
                     yield delta
             if num_open:
-                raise GenerationError("The server ended this reply early.")
+                raise self._cut_off()
         except Exception:
             await self.close("error")
             raise
+
+    def _cut_off(self) -> GenerationError:
+        if not self.is_expired:
+            return GenerationError("The server ended this reply early.")
+        return DeadlineError(
+            f"The request was not done within {self.timeout_seconds:g} seconds, and was stopped after "
+            f"{self.num_generated_tokens} tokens. Set a longer timeout, or ask for fewer tokens."
+        )
 
     async def _one(self) -> AsyncGenerator[Delta, None]:
         iterator = aiter(self.generations[0])

@@ -18,9 +18,11 @@ import uvicorn
 from starlette.applications import Starlette
 
 from openai_api.api import Api, Limits
+from openai_api.auth import Access
 from openai_api.middleware import wrap
 from openai_api.routes import make_routes
 from service import __version__
+from service.api_keys import read_api_keys
 from service.engine.build import build_engine
 from service.engine.engine import Engine
 from service.errors import PhotonError, SettingsError
@@ -41,7 +43,7 @@ _BACKLOG = 2048
 def serve(settings: Settings) -> int:
     """Serve until a signal. Returns the exit code: 0 after a complete drain, 1 otherwise.
 
-    Raises: SettingsError when the port is taken.
+    Raises: SettingsError when the port is taken or API keys can't be used.
     """
     listener = bind(settings.host, settings.port)
     with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -74,8 +76,17 @@ class Server:
     def __init__(self, settings: Settings, listener: socket.socket) -> None:
         self._settings = settings
         self._listener = listener
-        limits = Limits(max_body_bytes=settings.max_body_mib * 2**20, ping_seconds=settings.ping_seconds)
-        self._api = Api(model_names=_model_names(settings), limits=limits)
+        limits = Limits(
+            max_body_bytes=settings.max_body_mib * 2**20,
+            ping_seconds=settings.ping_seconds,
+            timeout_seconds=settings.request_timeout_seconds,
+        )
+        access = Access(
+            keys=read_api_keys(settings),
+            metrics_key=settings.metrics_key,
+            cors_origins=settings.cors_origins,
+        )
+        self._api = Api(model_names=_model_names(settings), limits=limits, access=access)
         self._api.health.max_heartbeat_age_seconds = settings.heartbeat_limit_seconds
         self._engine: Engine | None = None
         self._stop_asked = asyncio.Event()

@@ -13,6 +13,7 @@ PhotonError
 ├── ModelNotFoundError      a model name that is not served (HTTP 404)
 ├── OverloadedError         the queue is full, or the server is loading or draining (HTTP 503)
 ├── GenerationError         a request that failed while it ran; others are unaffected (HTTP 500)
+│   └── DeadlineError           a request that was not done within its timeout (HTTP 504)
 └── EngineDeadError         the engine can't run any request any more (HTTP 503; /livez fails)
 """
 
@@ -82,6 +83,10 @@ class OverloadedError(PhotonError):
 
 class GenerationError(PhotonError):
     """One request failed while it ran; it is over, its blocks are free, others go on."""
+
+
+class DeadlineError(GenerationError):
+    """One request was not done within its timeout, queueing included."""
 
 
 class EngineDeadError(PhotonError):

@@ -3,7 +3,7 @@
 
 An option's value comes from the first of: flag, PHOTON_* variable, PORT (for `port` alone), TOML file,
 default. This module is the only one that reads the process environment. Secrets are no options:
-`read_hf_token`.
+`read_hf_token`, `read_api_keys_variable`.
 """
 
 import difflib
@@ -26,6 +26,8 @@ from service.errors import SettingsError
 PREFIX = "PHOTON_"
 CONFIG_VARIABLE = "PHOTON_CONFIG"
 TOKEN_VARIABLE = "PHOTON_HF_TOKEN"  # noqa: S105  the name of a variable, no secret
+API_KEYS_VARIABLE = "PHOTON_API_KEYS"
+_SECRETS = frozenset({TOKEN_VARIABLE, API_KEYS_VARIABLE})
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -33,6 +35,9 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
+Origin = Annotated[
+    str, Meta(pattern=r"^(\*|https?://[^/\s,]+)\Z", title="origins such as https://example.org, or *")
+]
 
 
 def _about(group: str, text: str, unit: str | None = None) -> Meta:
@@ -89,6 +94,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     drain_seconds: Annotated[
         Seconds, _about("server", "at SIGTERM or Ctrl-C, time for accepted requests to end", "seconds")
     ] = 30.0
+    request_timeout_seconds: Annotated[
+        Seconds,
+        _about("server", "a request without a `timeout` of its own fails after this; 0: never", "seconds"),
+    ] = 0.0
+    api_keys_file: Annotated[
+        str | None,
+        _about(
+            "server",
+            "file of API keys, one a line, and ` metrics` after one that is for /metrics only; "
+            f"or set {API_KEYS_VARIABLE}",
+        ),
+    ] = None
+    metrics_key: Annotated[bool, _about("server", "/metrics needs an API key, too")] = False
+    cors_origins: Annotated[
+        tuple[Origin, ...],
+        _about(
+            "server", "web pages whose scripts may ask, such as https://example.org; *: all; unset: none"
+        ),
+    ] = ()
 
     device: Annotated[
         Device, _about("engine", "where the model runs; auto: a GPU if there is one and CuPy is installed")
@@ -192,7 +216,8 @@ def _allowed(value_type: Any) -> str:
     if get_origin(value_type) is Literal:
         return "one of " + ", ".join(arguments)
     if get_origin(value_type) is tuple:
-        return "names, separated by commas"
+        items = get_args(arguments[0])  # a bare str has none
+        return f"{items[1].title if items else 'names'}, separated by commas"
     if NoneType in arguments:
         return _allowed(arguments[0])
     return {int: "a whole number", float: "a number", str: "text"}[value_type]
@@ -249,6 +274,11 @@ def read_hf_token(settings: Settings, environ: Mapping[str, str] | None = None) 
         ) from None
 
 
+def read_api_keys_variable(environ: Mapping[str, str] | None = None) -> str | None:
+    """What PHOTON_API_KEYS holds; service/api_keys.py reads it."""
+    return (os.environ if environ is None else environ).get(API_KEYS_VARIABLE) or None
+
+
 def set_thread_count(settings: Settings) -> None:
     """Tell BLAS libraries how many threads to use. They read it as NumPy is imported: call this before.
 
@@ -286,9 +316,9 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
         name: environ[name]
         for name in names
         if environ[name]
-        and name != TOKEN_VARIABLE
+        and name not in _SECRETS
         and not _SERVICE_LINK.search(name)
-        and "://" not in environ[name][:7]
+        and not environ[name].startswith(("tcp://", "udp://", "sctp://"))
     }
 
 
@@ -309,7 +339,7 @@ def _from_toml(path: Path) -> dict[str, Any]:
 def _known(name: str, known: Mapping[str, Option], kind: str) -> Option:
     if name in known:
         return known[name]
-    raise SettingsError(f"Unknown {kind} {name}.{nearest_hint(name, known)}")
+    raise SettingsError(f"Unknown {kind} {name}.{nearest_hint(name, [*known, *_SECRETS])}")
 
 
 def nearest_hint(name: str, known: Iterable[str]) -> str:

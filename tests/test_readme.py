@@ -38,7 +38,11 @@ def test_every_flag_that_is_shown_exists() -> None:
 
 
 def test_every_variable_that_is_shown_exists() -> None:
-    known = {option.variable for option in OPTIONS} | {"PHOTON_CONFIG", "PHOTON_HF_TOKEN"}
+    known = {option.variable for option in OPTIONS} | {
+        "PHOTON_CONFIG",
+        "PHOTON_HF_TOKEN",
+        "PHOTON_API_KEYS",
+    }
 
     assert set(re.findall(r"PHOTON_[A-Z][A-Z_]+", README)) <= known
 

@@ -125,6 +125,19 @@ def test_a_bad_value_is_refused_with_its_source_and_what_is_allowed(
         load_settings(flags, variables)
 
 
+@pytest.mark.parametrize("origin", ["*", "http://localhost:3000", "https://app.example.org"])
+def test_origins_are_read_with_their_schemes(origin: str) -> None:
+    assert load_settings({}, {"PHOTON_CORS_ORIGINS": origin}).cors_origins == (origin,)
+
+
+@pytest.mark.parametrize(
+    "origin", ["app.example.org", "https://", "https://a.org/", "https://a.org/b", "**"]
+)
+def test_what_no_browser_sends_as_an_origin_is_refused(origin: str) -> None:
+    with pytest.raises(SettingsError, match=r"PHOTON_CORS_ORIGINS is .*; it takes origins such as https"):
+        load_settings({}, {"PHOTON_CORS_ORIGINS": f"https://good.org,{origin}"})
+
+
 def test_a_number_in_quotes_is_no_number_in_a_file(tmp_path: Path) -> None:
     file = write(tmp_path, 'port = "80"')
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol, TypedDict, Unpack
 
 import msgspec
@@ -94,11 +95,26 @@ class TextGenerator:
     def max_model_len(self) -> int:
         return self._engine.max_model_len
 
-    async def encode(self, text: str, field: str = "prompt") -> list[int]:
-        """Ids of a raw prompt, with BOS if the tokenizer adds it."""
-        if len(text) < LONG_TEXT:
-            return self._tokenizer.encode_prompt(text)
-        return await asyncio.to_thread(self._tokenizer.encode_prompt, text)
+    async def encode(
+        self, text: str, field: str = "prompt", *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Ids of a raw prompt, with BOS if the tokenizer adds it and it is wanted."""
+        encode = self._tokenizer.encode_prompt if add_special_tokens else self._tokenizer.encode
+        return encode(text) if len(text) < LONG_TEXT else await asyncio.to_thread(encode, text)
+
+    async def decode(self, ids: list[int], field: str) -> str:
+        """Text of ids, control tokens included. Raises: RequestError if an id is none of the model's."""
+        self.check_ids(ids, field)
+        decode = partial(self._tokenizer.decode, ids, skip_special_tokens=False)
+        return decode() if len(ids) < LONG_TEXT else await asyncio.to_thread(decode)
+
+    async def token_names(self, ids: list[int]) -> list[str]:
+        """Tokens as the vocabulary spells them, such as `Ġthe`."""
+
+        def names() -> list[str]:
+            return [self._tokenizer.token_name(token_id) for token_id in ids]
+
+        return names() if len(ids) < LONG_TEXT else await asyncio.to_thread(names)
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]

@@ -85,8 +85,17 @@ class Tokenizer:
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids; what is no character becomes U+FFFD."""
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        if len(ids) < LONG_TEXT:
+            text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        else:  # for a batch the interpreter is not kept locked
+            text = self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
         return text
+
+    def token_name(self, token_id: int) -> str:
+        """The token as the vocabulary spells it; empty for an id that does not exist."""
+        if not 0 <= token_id < self.vocab_size:  # above are the aliases, which nobody may learn
+            return ""
+        return self._added.get(token_id) or self._tokenizer.id_to_token(token_id) or ""
 
     @lru_cache(maxsize=1 << 16)  # noqa: B019  # one tokenizer lives as long as the server
     def token_bytes(self, token_id: int) -> bytes:

@@ -55,10 +55,21 @@ class ScriptedGeneration:
             if isinstance(item, Exception):
                 raise item
             if isinstance(item, asyncio.Event):
-                await item.wait()
+                await self._until(item)
             else:
                 yield item
+            if self.closed.is_set():
+                return
         self.is_over = True
+
+    async def _until(self, event: asyncio.Event) -> None:
+        """Wait for it, or until the generation is closed: whoever waits gets no more then."""
+        waiting = [asyncio.create_task(each.wait()) for each in (event, self.closed)]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
 
     async def aclose(self, cause: str = "client_gone") -> None:
         if not self.is_over:
@@ -81,7 +92,9 @@ class ScriptedGenerator:
         self.refusal: Exception | None = None
         self.token_bytes: dict[int, bytes] = {}
 
-    async def encode(self, text: str, field: str = "prompt") -> list[int]:
+    async def encode(
+        self, text: str, field: str = "prompt", *, add_special_tokens: bool = True
+    ) -> list[int]:
         return [ord(c) for c in text]
 
     async def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:

@@ -19,7 +19,8 @@ from service.errors import (
 from service.model.config import SamplingDefaults
 from service.text.chat_template import ChatTemplate
 from service.text.generation import Delta, Generation, GenerationParams, TextGenerator
-from tests.text.samples import CHATML, make_tokenizer
+from service.text.tokenizer import LONG_TEXT, Tokenizer
+from tests.text.samples import CHATML, LLAMA3_TOKENS, byte_level_json, make_tokenizer, spec_of
 from tests.text.scripted import ScriptedEngine, Submission, logprobs_of
 
 TOKENIZER = make_tokenizer("chatml")
@@ -461,3 +462,27 @@ async def test_cached_tokens_of_the_prompt_are_passed_on() -> None:
     deltas = await deltas_of(engine)
 
     assert deltas[0].num_cached_tokens == 2
+
+
+@pytest.mark.parametrize("length", [3, LONG_TEXT])
+async def test_a_prompt_has_bos_only_if_it_is_wanted_and_ids_become_text_with_it(length: int) -> None:
+    bos = LLAMA3_TOKENS[0]
+    tokenizer = Tokenizer(spec_of(byte_level_json(LLAMA3_TOKENS, True), bos))
+    engine = ScriptedEngine(eos_token_ids=[0], vocab_size=tokenizer.vocab_size)
+    generator = TextGenerator(engine, tokenizer, None, SamplingDefaults())
+    text = "a" * length
+
+    with_bos = await generator.encode(text)
+    without = await generator.encode(text, add_special_tokens=False)
+
+    assert with_bos[1:] == without
+    assert await generator.decode(with_bos, "tokens") == bos + text
+    assert await generator.decode(without, "tokens") == text
+    assert (await generator.token_names(with_bos))[0] == bos
+
+
+async def test_ids_outside_the_vocabulary_have_no_text() -> None:
+    generator = make_generator(make_engine())
+
+    with pytest.raises(RequestError, match=r"tokens: the token id .* does not exist"):
+        await generator.decode([TOKENIZER.vocab_size], "tokens")

@@ -110,6 +110,16 @@ def test_token_bytes_of_words_added_tokens_and_ids_that_do_not_exist() -> None:
         assert bytelike.token_bytes(wrong) == b""
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_names_of_tokens_are_those_of_the_vocabulary(family: str) -> None:
+    tokenizer = make_tokenizer(family)
+    ids = tokenizer.encode("Hello world")
+
+    assert all(tokenizer.token_name(each) for each in ids)
+    assert tokenizer.token_name(next(iter(tokenizer.special_ids))).startswith("<")
+    assert tokenizer.token_name(tokenizer.vocab_size) == ""
+
+
 @pytest.mark.parametrize(
     ("adds_bos", "flag", "has_bos"),
     [
