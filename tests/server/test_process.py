@@ -118,7 +118,7 @@ def test_a_directory_serves_under_the_names_it_was_given(tmp_path: Path) -> None
         wrong_method = server.call("GET", "/v1/chat/completions")
         slash = server.call("POST", "/v1/chat/completions/", {**chat, "model": "mine"})
         no_json = raw(server, b"{nonsense")
-        too_long = raw(server, b" " * (1 << 20) + b"{}")
+        too_long = raw(server, b"", announced=(1 << 20) + 1)
         code = server.stop()
 
     assert listed == ["mine", "other"]
@@ -132,10 +132,14 @@ def test_a_directory_serves_under_the_names_it_was_given(tmp_path: Path) -> None
     assert code == 0
 
 
-def raw(server: ServerProcess, body: bytes) -> tuple[int, Any]:
+def raw(server: ServerProcess, body: bytes, announced: int | None = None) -> tuple[int, Any]:
+    """`announced`: a Content-Length to send without a body: the answer must not wait for it."""
     connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
-        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        connection.putrequest("POST", "/v1/chat/completions")
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", str(len(body) if announced is None else announced))
+        connection.endheaders(body or None)
         answer = connection.getresponse()
         return answer.status, json.loads(answer.read())
     finally:
