@@ -47,7 +47,15 @@ BATCHES = (1, 4, 8, 16, 32, 64, 128, 256)
 class RandomBackend(CudaBackend):
     """Draws weights on the device instead of loading them."""
 
-    def linear(self, parts: Any, biases: Any = None, norm: Any = None) -> CudaLinear:
+    def linear(
+        self,
+        parts: Any,
+        biases: Any = None,
+        norm: Any = None,
+        *,
+        pairs: int = 8,
+        group_size: int | None = None,
+    ) -> CudaLinear:
         outputs, inputs = sum(len(part) for part in parts), parts[0].shape[1]
         weight = self.zeros((-(-outputs // 16) * 16, inputs), bfloat16)[:outputs]
         for start in range(0, outputs, 8192):

@@ -69,7 +69,7 @@ class Decoder:
         self._final_norm = backend.vector(weights.final_norm())
         self._layers = []
         for index in range(config.num_layers):
-            self._layers.append(_load_layer(weights.layer(index), backend))
+            self._layers.append(_load_layer(weights.layer(index), backend, config))
             progress.update(index + 1, config.num_layers, "layers")
         self._rope = backend.vector(rope_table(config.rope, config.head_dim, max_model_len))
         self._scale = config.head_dim**-0.5
@@ -135,7 +135,7 @@ class Decoder:
         backend.head_logits(x, self._final_norm, eps, self._head, batch, logits)
 
 
-def _load_layer(weights: LayerWeights, backend: Backend) -> Layer:
+def _load_layer(weights: LayerWeights, backend: Backend, config: ModelConfig) -> Layer:
     def vector(host: Any) -> Array | None:
         return None if host is None else backend.vector(host)
 
@@ -143,10 +143,10 @@ def _load_layer(weights: LayerWeights, backend: Backend) -> Layer:
         return None if host is None else [host]
 
     return Layer(
-        qkv=backend.linear(weights.qkv, weights.qkv_bias, weights.input_norm),
+        qkv=backend.linear(weights.qkv, weights.qkv_bias, weights.input_norm, pairs=config.head_dim // 2),
         q_norm=vector(weights.q_norm),
         k_norm=vector(weights.k_norm),
         o=backend.linear([weights.o], biases(weights.o_bias)),
-        gate_up=backend.linear(weights.gate_up, weights.gate_up_bias, weights.post_norm),
+        gate_up=backend.linear(weights.gate_up, weights.gate_up_bias, weights.post_norm, pairs=config.ffn),
         down=backend.linear([weights.down], biases(weights.down_bias)),
     )

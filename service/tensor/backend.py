@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from service.tensor.quantized import QuantizedWeight
+
 Array = Any  # numpy.ndarray or cupy.ndarray
 Linear = Any  # a weight [out_features, in_features] as Backend.linear made it, in a layout of its own
 HostArray = NDArray[Any]
@@ -94,14 +96,21 @@ class Backend(Protocol):
 
     def linear(
         self,
-        parts: Sequence[HostArray],
+        parts: Sequence[HostArray | QuantizedWeight],
         biases: Sequence[HostArray] | None = None,
         norm: HostArray | None = None,
+        *,
+        pairs: int = 8,
+        group_size: int | None = None,
     ) -> Linear:
         """A projection whose output is the outputs of `parts` one after the other.
 
         Shapes: each part [out_i, in]; each bias [out_i]; norm [in]: the weight of the RMSNorm that an op
             applies to this projection's input. A backend may multiply it into the parts.
+        `pairs`: an op computes with outputs i and i + pairs together, in every 2 * pairs outputs; 8 where it
+            does not matter. A backend may lay out the weight for it.
+        `group_size`: quantise the parts (service/tensor/quantized.py); None: keep them in the backend's
+            dtype, or in INT8 where they are QuantizedWeights, all of one group size.
         """
 
     def embed(self, batch: StepArrays, table: Linear, last_ids: Array, out: Array) -> None:

@@ -56,7 +56,13 @@ class CpuBackend:
         return host.astype(self.activation_dtype)
 
     def linear(
-        self, parts: Sequence[Array], biases: Sequence[Array] | None = None, norm: Array | None = None
+        self,
+        parts: Sequence[Any],
+        biases: Sequence[Array] | None = None,
+        norm: Array | None = None,
+        *,
+        pairs: int = 8,
+        group_size: int | None = None,
     ) -> CpuLinear:
         kept = [storable(part, self._storage_dtype) for part in parts]
         weight = kept[0] if len(kept) == 1 else np.concatenate(kept)

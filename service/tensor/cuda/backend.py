@@ -52,6 +52,9 @@ class CudaBackend:
         parts: Sequence[HostArray],
         biases: Sequence[HostArray] | None = None,
         norm: HostArray | None = None,
+        *,
+        pairs: int = 8,
+        group_size: int | None = None,
     ) -> CudaLinear:
         outputs = sum(part.shape[0] for part in parts)
         # whole tiles, since kernels read them as such

@@ -110,7 +110,13 @@ class RecordingBackend(CudaBackend):
         return self.empty(host.shape, np.float32)
 
     def linear(
-        self, parts: Sequence[Any], biases: Sequence[Any] | None = None, norm: Any = None
+        self,
+        parts: Sequence[Any],
+        biases: Sequence[Any] | None = None,
+        norm: Any = None,
+        *,
+        pairs: int = 8,
+        group_size: int | None = None,
     ) -> CudaLinear:
         outputs = sum(len(part) for part in parts)
         bias = None if biases is None else self.empty((outputs,), np.float32)
