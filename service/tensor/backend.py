@@ -107,8 +107,8 @@ class Backend(Protocol):
 
         Shapes: each part [out_i, in]; each bias [out_i]; norm [in]: the weight of the RMSNorm that an op
             applies to this projection's input. A backend may multiply it into the parts.
-        `pairs`: an op computes with outputs i and i + pairs together, in every 2 * pairs outputs; 8 where it
-            does not matter. A backend may lay out the weight for it.
+        `pairs`: an op computes with outputs i and i + pairs together, in every 2 * pairs outputs; 8
+            where it does not matter. A backend may lay out the weight for it.
         `group_size`: quantise the parts (service/tensor/quantized.py); None: keep them in the backend's
             dtype, or in INT8 where they are QuantizedWeights, all of one group size.
         """

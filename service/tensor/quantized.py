@@ -6,7 +6,7 @@
 
 All of it in float32 but for the rounding of the scale. A weight is off by at most half a scale:
 |w - w'| <= scale / 2 + 127 * 2^-25, where the second part is the rounding of scales below 2^-14, which
-float16 holds with a fixed step. Source: Jacob et al. 2018, arXiv:1712.05877, section 2.1, with zero point 0.
+float16 holds with a fixed step. Source: Jacob et al. 2018, arXiv:1712.05877, section 2.1 (zero point 0).
 """
 
 from dataclasses import dataclass

@@ -49,7 +49,7 @@ class CudaBackend:
 
     def linear(
         self,
-        parts: Sequence[HostArray],
+        parts: Sequence[Any],
         biases: Sequence[HostArray] | None = None,
         norm: HostArray | None = None,
         *,
