@@ -36,7 +36,7 @@ from service.model.shapes import ShapeWeights
 from service.progress import NoProgress
 from service.tensor.backend import SampleArrays, SamplingArrays, StepArrays
 from service.tensor.cuda.backend import CudaBackend
-from service.tensor.cuda.linear import CudaLinear
+from service.tensor.cuda.linear import CudaInt8Linear, CudaLinear, packed_piece_bytes
 
 READ_TERABYTES = 4.34  # a second, read by one kernel from 1.24 GB; measured on the same machine
 BLOCK_SIZE = 16
@@ -45,7 +45,9 @@ BATCHES = (1, 4, 8, 16, 32, 64, 128, 256)
 
 
 class RandomBackend(CudaBackend):
-    """Draws weights on the device instead of loading them."""
+    """Draws weights on the device instead of loading them. `quantized`: group size of INT8, or None."""
+
+    quantized: int | None = None
 
     def linear(
         self,
@@ -55,8 +57,10 @@ class RandomBackend(CudaBackend):
         *,
         pairs: int = 8,
         group_size: int | None = None,
-    ) -> CudaLinear:
+    ) -> Any:
         outputs, inputs = sum(len(part) for part in parts), parts[0].shape[1]
+        if self.quantized is not None:
+            return self._int8(outputs, inputs, norm, pairs)
         weight = self.zeros((-(-outputs // 16) * 16, inputs), bfloat16)[:outputs]
         for start in range(0, outputs, 8192):
             rows = min(8192, outputs - start)
@@ -64,6 +68,16 @@ class RandomBackend(CudaBackend):
                 cupy.random.standard_normal((rows, inputs), np.float32) * inputs**-0.5
             ).astype(bfloat16)
         return CudaLinear(weight, None)
+
+    def _int8(self, outputs: int, inputs: int, norm: Any, pairs: int) -> CudaInt8Linear:
+        """Any bytes are values; scales are ones that keep activations in range."""
+        assert self.quantized is not None
+        pieces, size = -(-inputs // 128), packed_piece_bytes(self.quantized)
+        tiles = -(-outputs // 128) * 2 * pieces
+        packed = cupy.random.randint(0, 256, (tiles, size), np.uint8)
+        packed[:, 8192:].view(np.float16)[...] = np.float16(inputs**-0.5 / 74)
+        factors = None if norm is None else cupy.ones(pieces * 128, np.float32).astype(bfloat16)
+        return CudaInt8Linear(packed.ravel(), factors, None, (outputs, inputs), self.quantized, pairs)
 
 
 @dataclass
@@ -78,8 +92,9 @@ class Bench:
     stream: Any
 
     @classmethod
-    def make(cls, config: ModelConfig, max_rows: int, num_blocks: int) -> "Bench":
+    def make(cls, config: ModelConfig, max_rows: int, num_blocks: int, group_size: int | None) -> "Bench":
         backend = RandomBackend()
+        backend.quantized = group_size
         decoder = Decoder(config, ShapeWeights(config), backend, 8192, NoProgress())
         cache, buffers = decoder.new_cache(num_blocks, BLOCK_SIZE), decoder.new_activations(max_rows)
         return cls(config, backend, decoder, cache, buffers, cupy.cuda.Stream(non_blocking=True))
@@ -365,6 +380,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200.json"))
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--portable", action="store_true", help="the kernels of cards other than sm_90")
+    parser.add_argument("--int8", type=int, metavar="GROUP_SIZE", help="weights in INT8 with such groups")
     options = parser.parse_args()
     report = Report(options.out, options.again, options.commit)
     if "tests" in options.parts:
@@ -373,7 +389,9 @@ def main() -> None:
     if not parts:
         return
     for name in options.model or MODELS:
-        bench = Bench.make(MODELS[name], 2048, 256 * 16 + 1)
+        bench = Bench.make(MODELS[name], 2048, 256 * 16 + 1, options.int8)
+        if options.int8:
+            name += f" int8-{options.int8}"
         if options.portable:
             bench.backend.device.has_warpgroups = False
             name += " portable"

@@ -4,7 +4,7 @@
 //
 // Launch    WGS > 0: warpgroup_gemm.cuh (sm_90a); WGS = 0: skinny_gemm.cuh
 // Layout    x [rows, K]; weight [2 FFN, K], gate first; out [rows, FFN]: bfloat16; bias float32 [2 FFN] or null
-// Defines   K, FFN, TILES = FFN / 8, QUARTERS, NORM = 1; and those of the header
+// Defines   K, FFN, TILES = FFN / 8, PARTS, NORM = 1; and those of the header
 // Traffic   the weight once
 // Numerics  the norm's weight is in the weight, rounded to bfloat16; 1 / rms in float32 after the product
 // Checked   tests/gpu/test_gate_up_silu.py against service/tensor/cpu/gate_up_silu.py
@@ -12,6 +12,9 @@
 #include "common.cuh"
 #include "mma.cuh"
 #include "slices.cuh"
+#if GROUP
+#include "int8.cuh"
+#endif
 
 struct Epilogue {
   const float* bias;
@@ -47,16 +50,16 @@ __device__ __forceinline__ void finish(const Epilogue& out, const Early&, int ti
 #include "warpgroup_gemm.cuh"
 
 extern "C" __global__ __launch_bounds__(THREADS + 32, 1)
-void gate_up_silu(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, int rows, float eps,
+void gate_up_silu(WEIGHT_PARAMETERS, const __grid_constant__ TensorMap x, int rows, float eps,
                  const float* __restrict__ bias, bf16* out) {
-  warpgroup_gemm(weight, x, rows, eps, Epilogue{bias, out});
+  warpgroup_gemm(WEIGHT, x, rows, eps, Epilogue{bias, out});
 }
 #else
 #include "skinny_gemm.cuh"
 
-extern "C" __global__ __launch_bounds__(512, NT <= 2 ? 2 : 1)
-void gate_up_silu(const bf16* __restrict__ x, int rows, const bf16* __restrict__ weight, float eps,
+extern "C" __global__ __launch_bounds__(512, MIN_BLOCKS)
+void gate_up_silu(WEIGHT_PARAMETERS, const bf16* __restrict__ x, int rows, float eps,
                  const float* __restrict__ bias, bf16* out) {
-  skinny_gemm(x, rows, weight, eps, Epilogue{bias, out});
+  skinny_gemm(WEIGHT, x, rows, eps, Epilogue{bias, out});
 }
 #endif

@@ -2,7 +2,7 @@
 //
 // Launch    WGS > 0: warpgroup_gemm.cuh (sm_90a); WGS = 0: skinny_gemm.cuh; rms_norm.cu comes before
 // Layout    x [rows, K], weight [at least M, K]: bfloat16; out float32 [rows, M]
-// Defines   K, M (ids of the tokenizer), TILES = ceil(M / 16), QUARTERS, NORM = 0; and those of the header
+// Defines   K, M (ids of the tokenizer), TILES = ceil(M / 16), PARTS, NORM = 0; and those of the header
 // Traffic   the weight once, 4 * rows * M bytes written
 // Numerics  as gate_up_silu.cu
 // Checked   tests/gpu/test_head_logits.py against service/tensor/cpu/head_logits.py
@@ -10,6 +10,9 @@
 #include "common.cuh"
 #include "mma.cuh"
 #include "slices.cuh"
+#if GROUP
+#include "int8.cuh"
+#endif
 
 struct Epilogue {
   float* out;
@@ -47,16 +50,16 @@ __device__ __forceinline__ void finish(const Epilogue& out, const Early&, int ti
 #include "warpgroup_gemm.cuh"
 
 extern "C" __global__ __launch_bounds__(THREADS + 32, 1)
-void head_logits(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, int rows, float eps,
+void head_logits(WEIGHT_PARAMETERS, const __grid_constant__ TensorMap x, int rows, float eps,
                 float* out) {
-  warpgroup_gemm(weight, x, rows, eps, Epilogue{out});
+  warpgroup_gemm(WEIGHT, x, rows, eps, Epilogue{out});
 }
 #else
 #include "skinny_gemm.cuh"
 
-extern "C" __global__ __launch_bounds__(512, NT <= 2 ? 2 : 1)
-void head_logits(const bf16* __restrict__ x, int rows, const bf16* __restrict__ weight, float eps,
+extern "C" __global__ __launch_bounds__(512, MIN_BLOCKS)
+void head_logits(WEIGHT_PARAMETERS, const bf16* __restrict__ x, int rows, float eps,
                 float* out) {
-  skinny_gemm(x, rows, weight, eps, Epilogue{out});
+  skinny_gemm(WEIGHT, x, rows, eps, Epilogue{out});
 }
 #endif

@@ -2,7 +2,7 @@
 //
 // Launch    WGS > 0: warpgroup_gemm.cuh (sm_90a); WGS = 0: skinny_gemm.cuh
 // Layout    x [rows, K]; weight [M, K]; residual [rows, M]: bfloat16; bias float32 [M] or null
-// Defines   K, M, TILES = ceil(M / 16), QUARTERS, NORM = 0; and those of the header
+// Defines   K, M, TILES = ceil(M / 16), PARTS, NORM = 0; and those of the header
 // Traffic   the weight once; x from L2 once a block
 // Numerics  sums in float32; one rounding to bfloat16
 // Checked   tests/gpu/test_linear_add.py against service/tensor/cpu/linear_add.py
@@ -10,6 +10,9 @@
 #include "common.cuh"
 #include "mma.cuh"
 #include "slices.cuh"
+#if GROUP
+#include "int8.cuh"
+#endif
 
 static_assert(M % 8 == 0, "rows are read and written in fours");
 
@@ -51,16 +54,16 @@ __device__ __forceinline__ void finish(const Epilogue& out, const Early& part, i
 #include "warpgroup_gemm.cuh"
 
 extern "C" __global__ __launch_bounds__(THREADS + 32, 1)
-void linear_add(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, int rows, float eps,
+void linear_add(WEIGHT_PARAMETERS, const __grid_constant__ TensorMap x, int rows, float eps,
                const float* __restrict__ bias, bf16* residual) {
-  warpgroup_gemm(weight, x, rows, eps, Epilogue{bias, residual});
+  warpgroup_gemm(WEIGHT, x, rows, eps, Epilogue{bias, residual});
 }
 #else
 #include "skinny_gemm.cuh"
 
-extern "C" __global__ __launch_bounds__(512, NT <= 2 ? 2 : 1)
-void linear_add(const bf16* __restrict__ x, int rows, const bf16* __restrict__ weight, float eps,
+extern "C" __global__ __launch_bounds__(512, MIN_BLOCKS)
+void linear_add(WEIGHT_PARAMETERS, const bf16* __restrict__ x, int rows, float eps,
                const float* __restrict__ bias, bf16* residual) {
-  skinny_gemm(x, rows, weight, eps, Epilogue{bias, residual});
+  skinny_gemm(WEIGHT, x, rows, eps, Epilogue{bias, residual});
 }
 #endif

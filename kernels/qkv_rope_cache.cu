@@ -6,7 +6,7 @@
 // Launch    WGS > 0: warpgroup_gemm.cuh (sm_90a); WGS = 0: skinny_gemm.cuh
 // Layout    x [rows, K]; weight [(HEADS + 2 KV_HEADS) HEAD_DIM, K]: bfloat16; bias float32 or null; rope.cuh;
 //           raw bfloat16 [rows, (HEADS + 2 KV_HEADS) HEAD_DIM], written where RAW is 1
-// Defines   K, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, RAW, TILES, QUARTERS, NORM = 1; and those of the header
+// Defines   K, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, RAW, TILES, PARTS, NORM = 1; and those of the header
 // Traffic   the weight once
 // Numerics  as gate_up_silu.cu; rotation in float32
 // Checked   tests/gpu/test_qkv_rope_cache.py against service/tensor/cpu/qkv_rope_cache.py
@@ -14,6 +14,9 @@
 #include "common.cuh"
 #include "mma.cuh"
 #include "slices.cuh"
+#if GROUP
+#include "int8.cuh"
+#endif
 #include "rope.cuh"
 
 constexpr int HALF_DIM = HEAD_DIM / 2, HEAD_TILES = HEAD_DIM / 16;
@@ -63,18 +66,18 @@ __device__ __forceinline__ void finish(const Epilogue& out, const Early& part, i
 #include "warpgroup_gemm.cuh"
 
 extern "C" __global__ __launch_bounds__(THREADS + 32, 1)
-void qkv_rope_cache(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, int rows, float eps,
+void qkv_rope_cache(WEIGHT_PARAMETERS, const __grid_constant__ TensorMap x, int rows, float eps,
                    const float* __restrict__ bias, const float* __restrict__ rope, const int* __restrict__ positions,
                    const int* __restrict__ slots, bf16* q, bf16* keys, bf16* values, bf16* raw) {
-  warpgroup_gemm(weight, x, rows, eps, Epilogue{bias, {rope, positions, slots, q, keys, values}, raw});
+  warpgroup_gemm(WEIGHT, x, rows, eps, Epilogue{bias, {rope, positions, slots, q, keys, values}, raw});
 }
 #else
 #include "skinny_gemm.cuh"
 
-extern "C" __global__ __launch_bounds__(512, NT <= 2 ? 2 : 1)
-void qkv_rope_cache(const bf16* __restrict__ x, int rows, const bf16* __restrict__ weight, float eps,
+extern "C" __global__ __launch_bounds__(512, MIN_BLOCKS)
+void qkv_rope_cache(WEIGHT_PARAMETERS, const bf16* __restrict__ x, int rows, float eps,
                    const float* __restrict__ bias, const float* __restrict__ rope, const int* __restrict__ positions,
                    const int* __restrict__ slots, bf16* q, bf16* keys, bf16* values, bf16* raw) {
-  skinny_gemm(x, rows, weight, eps, Epilogue{bias, {rope, positions, slots, q, keys, values}, raw});
+  skinny_gemm(WEIGHT, x, rows, eps, Epilogue{bias, {rope, positions, slots, q, keys, values}, raw});
 }
 #endif

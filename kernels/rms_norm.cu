@@ -5,7 +5,7 @@
 // Source    Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4
 // Launch    grid (ceil(rows / 8)), block (512): a warp takes one slice of 8 rows
 // Layout    x bfloat16 [.., K]; row_ids int32 [rows] or null; norm float32 [K] or null; out bfloat16 [rows, K]
-// Defines   K, QUARTERS = 1
+// Defines   K, PARTS = 1
 // Traffic   x read once from memory and once from L2, out written
 // Numerics  sums in float32, in the order of slices.cuh
 // Checked   tests/gpu/test_rms_norm.py

@@ -1,8 +1,8 @@
 // skinny_gemm: weight [M, K] times 8 * NT rows of x a block, on every card (sm_90 has warpgroup_gemm.cuh): the
 // warp that needs a weight reads it, from device memory to shared memory.
 //
-// A block takes tiles of 16 weight rows; its 16 warps take slices of K (slices.cuh). Each warp keeps
-// STAGES pieces of 16 x 64 weights under way; the first are asked for before the previous kernel has ended.
+// A block takes tiles of 16 weight rows; its 16 warps take slices of K (slices.cuh). Each warp keeps STAGES pieces
+// of 16 x 64 weights, or 16 x 128 in INT8, under way; the first are asked for before the previous kernel has ended.
 // The weight is the left operand of the product, so the rows of x are its eight columns.
 //
 // The includer defines, before: `struct Epilogue`; `weight_row(tile, r)` (row of the weight, or -1);
@@ -11,21 +11,43 @@
 // 4) and r + 8 to r + 11 of a tile for row n.
 //
 // Defines   K, TILES   in_features, and tiles of 16 weight rows
-//           NT         groups of 8 rows of x: 1, 2 or 4
-//           QUARTERS   see slices.cuh
-//           NORM       1: scale by 1 / rms of x; the norm's weight is in the weight
+//           NT         groups of 8 rows of x: 1, 2 or (bfloat16 weights) 4
+//           PARTS   see slices.cuh
+//           GROUP      0: bfloat16 weights; 32, 64 or 128: INT8 (int8.cuh) with that many columns to a scale
+//           NORM       1: scale by 1 / rms of x; the norm's weight is in a bfloat16 weight, beside an INT8 one
 // Launch    grid (at most TILES, ceil(rows / (8 * NT))), block (512), dynamic shared memory of Shared bytes
 
+#if GROUP
+#define WEIGHT_PARAMETERS const unsigned char* __restrict__ packed, const uint4* __restrict__ norm
+#define WEIGHT Weight{packed, norm}
+
+struct Weight {
+  const unsigned char* packed;
+  const uint4* norm;
+};
+
+constexpr int PIECES = 1;                          // of a slice
+constexpr int PIECE_BYTES = 2048 + 32 * GROUPS;    // of one stage of a warp: values, and scales by group and row
+#else
+#define WEIGHT_PARAMETERS const bf16* __restrict__ weight
+#define WEIGHT weight
+
+using Weight = const bf16*;
+
+constexpr int PIECES = 2;
+constexpr int PIECE_BYTES = 2048;
+#endif
+
+constexpr int MIN_BLOCKS = NT <= (GROUP ? 1 : 2) ? 2 : 1;  // on a multiprocessor, as registers allow
 constexpr int WARPS = 16;
 constexpr int STAGES = 3;
-constexpr int PIECE = 16 * 64;  // weights of one stage of a warp
 constexpr int NUM_ROUNDS = (NUM_SLICES + WARPS - 1) / WARPS;
 constexpr int COLUMNS = 8 * NT;
 constexpr int PAIRS = 64 * NT;  // results of a tile, two to a thread
 constexpr int HELD = TILES > 15 * 128 ? 16 : TILES / 128 + 1;  // tiles whose sums wait for the next round of slices
 
 struct Shared {
-  bf16 ring[WARPS][STAGES][PIECE];
+  unsigned char ring[WARPS][STAGES][PIECE_BYTES];
   float partial[2][WARPS][NT][4][32];
   float square[NORM ? NUM_SLICES : 1][COLUMNS];
   float4 held[NUM_ROUNDS > 1 ? HELD * PAIRS : 1];
@@ -52,28 +74,49 @@ struct Walk {
 
 struct PieceReader {
   Walk walk;
-  int half;
+  int part;
   u32 ring;
 
   // Asks for the next piece of this warp's weights; commits a group even behind the end.
-  __device__ __forceinline__ void issue(const bf16* __restrict__ weight, int stage) {
+  __device__ __forceinline__ void issue(Weight weight, int stage) {
     if (!walk.is_over()) {
-      const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, unit = lane & 7;
-      const int column = (walk.round * WARPS + warp) * SLICE + half * 64 + unit * 8;
-      const int tile = walk.tile();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = i * 4 + (lane >> 3);
-        const long long row = weight_row(tile, r);
-        const bool is_inside = row >= 0 && column < K;
-        copy16_async(ring + stage * (PIECE * 2) + r * 128 + ((unit ^ (r & 7)) * 16),
-                     weight + (is_inside ? row * K + column : 0), is_inside);
+      copy(weight, ring + stage * PIECE_BYTES, walk.tile(), walk.round * WARPS + (threadIdx.x >> 5));
+      if (++part == PIECES) {
+        part = 0;
+        walk.advance();
       }
-      half ^= 1;
-      if (half == 0) walk.advance();
     }
     commit_copies();
   }
+
+#if GROUP
+  __device__ __forceinline__ void copy(Weight weight, u32 target, int tile, int slice) const {
+    const int lane = threadIdx.x & 31;
+    const bool is_inside = slice < NUM_SLICES;
+    const unsigned char* piece =
+        weight.packed + (static_cast<long long>(tile / 4) * PACKED_PIECES + (is_inside ? slice : 0)) * PACKED_BYTES;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      copy16_async(target + q * 512 + lane * 16, piece + q * 2048 + tile % 4 * 512 + lane * 16, is_inside);
+    }
+    if (lane < 2 * GROUPS) {
+      copy16_async(target + 2048 + lane * 16, piece + PACKED_VALUES + lane / 2 * 128 + tile % 4 * 32 + lane % 2 * 16,
+                   is_inside);
+    }
+  }
+#else
+  __device__ __forceinline__ void copy(Weight weight, u32 target, int tile, int slice) const {
+    const int lane = threadIdx.x & 31, unit = lane & 7;
+    const int column = slice * SLICE + part * 64 + unit * 8;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = i * 4 + (lane >> 3);
+      const long long row = weight_row(tile, r);
+      const bool is_inside = row >= 0 && column < K;
+      copy16_async(target + r * 128 + ((unit ^ (r & 7)) * 16), weight + (is_inside ? row * K + column : 0), is_inside);
+    }
+  }
+#endif
 };
 
 // From rows of 8 contiguous components a lane to the operand layout: a 4 x 4 transpose among four lanes.
@@ -125,9 +168,57 @@ __device__ __forceinline__ void convert_operand(u32 (&b)[NT][4][4], const RawOpe
   }
 }
 
+#if GROUP
+// Adds the products of a piece, a slice: group by group, each times its scales.
+__device__ __forceinline__ void add_piece(float (&sum)[NT][4], u32 piece, const u32 (&b)[NT][4][4], Weight weight,
+                                          int slice, int) {
+  constexpr int PER_GROUP = GROUP / 32;
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int group = 0; group < GROUPS; ++group) {
+    float part[NT][4] = {};
+#pragma unroll
+    for (int q = group * PER_GROUP; q < (group + 1) * PER_GROUP; ++q) {
+      u32 words[4], factors[4], a[2][4];
+      load_shared(words, piece + q * 512 + lane * 16);
+      if (NORM && slice < NUM_SLICES) load_factors(factors, weight.norm + (slice * 4 + q) * 4 + (lane & 3));
+      widen(a, words, factors);
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        mma(part[n], a[0], b[n][q][0], b[n][q][1]);
+        mma(part[n], a[1], b[n][q][2], b[n][q][3]);
+      }
+    }
+    const u32 scales = piece + 2048 + group * 32 + (lane >> 2) * 2;
+    const float low = load_shared_half(scales), high = load_shared_half(scales + 16);
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[n][i] = fmaf(part[n][i], i & 2 ? high : low, sum[n][i]);
+    }
+  }
+}
+#else
+// Adds the products of a piece, half a slice.
+__device__ __forceinline__ void add_piece(float (&sum)[NT][4], u32 piece, const u32 (&b)[NT][4][4], Weight, int,
+                                          int half) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    u32 a[4];
+    load_matrices(a, piece + (lane & 15) * 128 + (((step * 2 + (lane >> 4)) ^ (lane & 7)) * 16));
+#pragma unroll
+    for (int group = 0; group < NT; ++group) {
+      const int q = half * 2 + step / 2;
+      mma(sum[group], a, b[group][q][(step & 1) * 2], b[group][q][(step & 1) * 2 + 1]);
+    }
+  }
+}
+#endif
+
 // Sums of one pair of results, in the order of slices.cuh.
 struct PairSum {
-  float low_quarter, high_quarter, low, high;
+  float low_part, high_part, low, high;
 
   __device__ __forceinline__ void add_round(const float (&partial)[WARPS][NT][4][32], int round, int pair) {
     const int group = pair >> 6, part = (pair >> 5) & 1, lane = pair & 31;
@@ -136,12 +227,12 @@ struct PairSum {
     for (int w = 0; w < WARPS; ++w) {
       const int slice = first + w;
       if (slice >= NUM_SLICES) break;
-      low_quarter += partial[w][group][part][lane];
-      high_quarter += partial[w][group][part + 2][lane];
-      if ((slice + 1) % PER_QUARTER == 0 || slice + 1 == NUM_SLICES) {
-        low += low_quarter;
-        high += high_quarter;
-        low_quarter = high_quarter = 0.0f;
+      low_part += partial[w][group][part][lane];
+      high_part += partial[w][group][part + 2][lane];
+      if ((slice + 1) % PER_PART == 0 || slice + 1 == NUM_SLICES) {
+        low += low_part;
+        high += high_part;
+        low_part = high_part = 0.0f;
       }
     }
   }
@@ -154,14 +245,14 @@ __device__ __forceinline__ float inverse_rms(const Shared& shared, int n, float 
   return rsqrtf(square / K + eps);
 }
 
-__device__ __forceinline__ void skinny_gemm(const bf16* __restrict__ x, int rows, const bf16* __restrict__ weight, float eps,
+__device__ __forceinline__ void skinny_gemm(Weight weight, const bf16* __restrict__ x, int rows, float eps,
                                             const Epilogue& epilogue) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, pair = threadIdx.x;
   const int first_row = blockIdx.y * COLUMNS;
   const int num_tiles = (TILES - blockIdx.x + gridDim.x - 1) / gridDim.x;
-  const u32 ring = shared_address(&shared.ring[warp][0][0]);
+  const u32 ring = shared_address(shared.ring[warp][0]);
 
   PieceReader reader{Walk(num_tiles), 0, ring};
 #pragma unroll
@@ -193,20 +284,10 @@ __device__ __forceinline__ void skinny_gemm(const bf16* __restrict__ x, int rows
     }
     float sum[NT][4] = {};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int part = 0; part < PIECES; ++part) {
       wait_copies<STAGES - 1>();
       __syncwarp();
-      const u32 piece = ring + stage * (PIECE * 2) + (lane & 15) * 128;
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        u32 a[4];
-        load_matrices(a, piece + (((step * 2 + (lane >> 4)) ^ (lane & 7)) * 16));
-#pragma unroll
-        for (int group = 0; group < NT; ++group) {
-          const int q = half * 2 + step / 2;
-          mma(sum[group], a, b[group][q][(step & 1) * 2], b[group][q][(step & 1) * 2 + 1]);
-        }
-      }
+      add_piece(sum, ring + stage * PIECE_BYTES, b, weight, walk.round * WARPS + warp, part);
       __syncwarp();
       reader.issue(weight, stage);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
@@ -226,7 +307,7 @@ __device__ __forceinline__ void skinny_gemm(const bf16* __restrict__ x, int rows
       total.add_round(shared.partial[buffer], walk.round, pair);
       if (walk.round + 1 < NUM_ROUNDS) {
         shared.held[walk.index * PAIRS + pair] =
-            make_float4(total.low_quarter, total.high_quarter, total.low, total.high);
+            make_float4(total.low_part, total.high_part, total.low, total.high);
       } else {
         if (NORM && walk.index == 0 && walk.batch == 0) scale = inverse_rms(shared, n, eps);
         shared.results[n][r] = total.low * scale;

@@ -1,11 +1,11 @@
 // slices: the one order in which skinny_gemm and rms_norm sum over K, whatever the batch.
 //
-// K is cut into slices of 128. A slice is one chain of tensor core products. Slices of a quarter (a quarter
-// of K where QUARTERS is 4, all of it where it is 1) are added in order, then quarters in order.
+// K is cut into slices of 128, and slices make PARTS parts of K. A slice is one chain of tensor core products.
+// Slices of a part are added in order, then parts in order.
 
 constexpr int SLICE = 128;
 constexpr int NUM_SLICES = (K + SLICE - 1) / SLICE;
-constexpr int PER_QUARTER = (NUM_SLICES + QUARTERS - 1) / QUARTERS;
+constexpr int PER_PART = (NUM_SLICES + PARTS - 1) / PARTS;
 
 static_assert(K % 8 == 0, "rows are read in 16-byte pieces");
 

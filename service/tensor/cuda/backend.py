@@ -13,11 +13,13 @@ from service.tensor.cuda.device import CudaDevice
 from service.tensor.cuda.embed import embed
 from service.tensor.cuda.gate_up_silu import gate_up_silu
 from service.tensor.cuda.head_logits import head_logits
-from service.tensor.cuda.linear import ROW_TILE, CudaLinear
+from service.tensor.cuda.linear import ROW_TILE, AnyLinear, CudaLinear
 from service.tensor.cuda.linear_add import linear_add
+from service.tensor.cuda.pack_int8 import pack_int8
 from service.tensor.cuda.paged_attention import paged_attention
 from service.tensor.cuda.qkv_rope_cache import qkv_rope_cache
 from service.tensor.cuda.sample import sample
+from service.tensor.quantized import QuantizedWeight
 
 _CHUNK = 1 << 24  # elements that are sent in float32 at a time, to be rounded on the device
 
@@ -55,7 +57,10 @@ class CudaBackend:
         *,
         pairs: int = 8,
         group_size: int | None = None,
-    ) -> CudaLinear:
+    ) -> AnyLinear:
+        if group_size is not None or isinstance(parts[0], QuantizedWeight):
+            bias = None if biases is None else self.vector(np.concatenate(biases))
+            return pack_int8(self.device, parts, bias, norm, pairs, group_size)
         outputs = sum(part.shape[0] for part in parts)
         # whole tiles, since kernels read them as such
         weight = self.zeros((-(-outputs // ROW_TILE) * ROW_TILE, parts[0].shape[1]), bfloat16)[:outputs]
@@ -67,7 +72,7 @@ class CudaBackend:
         bias = None if biases is None else self.vector(np.concatenate(biases))
         return CudaLinear(weight, bias)
 
-    def embed(self, batch: StepArrays, table: CudaLinear, last_ids: Array, out: Array) -> None:
+    def embed(self, batch: StepArrays, table: AnyLinear, last_ids: Array, out: Array) -> None:
         self._num_decode = batch.num_decode
         embed(self.device, batch, table, last_ids, out)
 
@@ -75,7 +80,7 @@ class CudaBackend:
         self,
         x: Array,
         eps: float,
-        qkv: CudaLinear,
+        qkv: AnyLinear,
         q_norm: Array | None,
         k_norm: Array | None,
         rope: Array,
@@ -91,14 +96,14 @@ class CudaBackend:
     ) -> None:
         paged_attention(self.device, q, k_cache, v_cache, batch, scale, out)
 
-    def linear_add(self, x: Array, weight: CudaLinear, residual: Array) -> None:
+    def linear_add(self, x: Array, weight: AnyLinear, residual: Array) -> None:
         linear_add(self.device, x, weight, residual, min(self._num_decode, len(x)))
 
-    def gate_up_silu(self, x: Array, eps: float, gate_up: CudaLinear, out: Array) -> None:
+    def gate_up_silu(self, x: Array, eps: float, gate_up: AnyLinear, out: Array) -> None:
         gate_up_silu(self.device, x, eps, gate_up, out, min(self._num_decode, len(x)))
 
     def head_logits(
-        self, x: Array, norm: Array, eps: float, head: CudaLinear, batch: StepArrays, out: Array
+        self, x: Array, norm: Array, eps: float, head: AnyLinear, batch: StepArrays, out: Array
     ) -> None:
         head_logits(self.device, x, norm, eps, head, batch, out)
 

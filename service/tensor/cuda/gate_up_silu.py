@@ -3,17 +3,18 @@
 from typing import Any
 
 from service.tensor.cuda.device import CudaDevice, address, require_shape, rows_from
-from service.tensor.cuda.linear import CudaLinear, RowLayout, decode_product, multiply_rows
+from service.tensor.cuda.linear import AnyLinear, RowLayout, decode_product, multiply_rows, num_own
 from service.tensor.cuda.rms_norm import rms_norm
 
 
 def gate_up_silu(
-    device: CudaDevice, x: Any, eps: float, gate_up: CudaLinear, out: Any, num_decode: int
+    device: CudaDevice, x: Any, eps: float, gate_up: AnyLinear, out: Any, num_decode: int
 ) -> None:
     """The first `num_decode` rows take the decode kernels."""
     rows, dim = x.shape
+    num_decode = num_own(gate_up, num_decode, rows)
     ffn = gate_up.out_features // 2
-    require_shape("gate_up", gate_up.weight, (2 * ffn, dim))
+    require_shape("gate_up", gate_up, (2 * ffn, dim))
     require_shape("out", out, (rows, ffn))
     if num_decode:
         layout = RowLayout(ffn, 8, ffn // 8, ffn, 1)
@@ -25,7 +26,7 @@ def gate_up_silu(
         _prefill(device, rows_from(x, num_decode), eps, gate_up, rows_from(out, num_decode))
 
 
-def _prefill(device: CudaDevice, x: Any, eps: float, gate_up: CudaLinear, out: Any) -> None:
+def _prefill(device: CudaDevice, x: Any, eps: float, gate_up: AnyLinear, out: Any) -> None:
     rows, ffn = out.shape
     normed = rms_norm(device, x, None, rows, None, eps)
     raw = device.scratch("projected", (rows, 2 * ffn), 2)

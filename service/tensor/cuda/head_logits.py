@@ -4,12 +4,12 @@ from typing import Any
 
 from service.tensor.backend import StepArrays
 from service.tensor.cuda.device import CudaDevice, address, require_shape
-from service.tensor.cuda.linear import CudaLinear, decode_product, plain_rows
+from service.tensor.cuda.linear import AnyLinear, decode_product, plain_rows
 from service.tensor.cuda.rms_norm import rms_norm
 
 
 def head_logits(
-    device: CudaDevice, x: Any, norm: Any, eps: float, head: CudaLinear, batch: StepArrays, out: Any
+    device: CudaDevice, x: Any, norm: Any, eps: float, head: AnyLinear, batch: StepArrays, out: Any
 ) -> None:
     """The rows are normed first: a head that is the embedding can't have the norm's weight in it."""
     samples, vocab = out.shape

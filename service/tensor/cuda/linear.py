@@ -5,12 +5,13 @@ from typing import Any
 
 from service.tensor.cuda.device import CudaDevice, address
 
-_MAX_QUARTERED = 8192  # outputs; wider weights fill the GPU without cutting K
+_MAX_PARTED = 8192  # outputs; wider weights fill the GPU without cutting K
 _SLICE = 128  # of kernels/slices.cuh
 _WARPS, _STAGES = 16, 3  # of kernels/skinny_gemm.cuh
 _MULTIPROCESSORS = 132  # of an H200
 _WIDE = 1 << 16  # outputs: of a head, not of a layer
 ROW_TILE = 16  # weight rows; allocations are whole tiles
+MAX_OWN_PREFILL = 256  # rows of an INT8 product that are not worth a weight in bfloat16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,22 +24,50 @@ class CudaLinear:
     weight: Any  # bfloat16 [out, in]
     bias: Any  # float32 [out] or None
 
+    group_size = 0  # of kernels: no scales
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return int(self.weight.shape[0]), int(self.weight.shape[1])
+
     @property
     def out_features(self) -> int:
-        return int(self.weight.shape[0])
+        return self.shape[0]
 
     @property
     def in_features(self) -> int:
-        return int(self.weight.shape[1])
+        return self.shape[1]
 
     @property
     def num_bytes(self) -> int:
         return int(self.weight.nbytes) + (0 if self.bias is None else int(self.bias.nbytes))
 
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaInt8Linear:
+    """A weight in INT8, in the layout of kernels/int8.cuh."""
+
+    packed: Any  # uint8
+    norm: Any  # bfloat16, in the order of kernels/int8.cuh: of the RMSNorm before the projection; or None
+    bias: Any  # float32 [out] or None
+    shape: tuple[int, int]  # out, in
+    group_size: int
+    pairs: int  # as Backend.linear
+
     @property
-    def quarters(self) -> int:
-        """Parts of K that are summed apart: by the weight's shape alone."""
-        return 4 if self.out_features <= _MAX_QUARTERED else 1
+    def out_features(self) -> int:
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(int(array.nbytes) for array in (self.packed, self.norm, self.bias) if array is not None)
+
+
+AnyLinear = CudaLinear | CudaInt8Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +94,20 @@ def plain_rows(outputs: int) -> RowLayout:
     return RowLayout(8, ROW_TILE, tiles, ROW_TILE * tiles, 1)
 
 
+def num_own(linear: AnyLinear, num_decode: int, rows: int) -> int:
+    """How many leading rows of a step take our own product; cuBLAS takes the others.
+
+    Decode rows, and a short prefill where cuBLAS would need the weight in bfloat16 first. Whether a prefill
+    is short does not depend on the decode rows beside it.
+    """
+    is_short = linear.group_size > 0 and rows - num_decode <= MAX_OWN_PREFILL
+    return rows if is_short else min(num_decode, rows)
+
+
 def decode_product(
     device: CudaDevice,
     name: str,
-    linear: CudaLinear,
+    linear: AnyLinear,
     layout: RowLayout,
     x: int,
     rows: int,
@@ -81,65 +120,115 @@ def decode_product(
 
     `signature` and `tail`: the arguments behind those that all products share.
     """
-    columns, quarters = linear.in_features, linear.quarters
-    common = {"K": columns, "TILES": layout.num_tiles, "QUARTERS": quarters, "NORM": int(eps is not None)}
-    common |= defines
-    weight, factor = address(linear.weight), 0.0 if eps is None else eps
+    common = {"K": linear.in_features, "TILES": layout.num_tiles, "PARTS": _parts(linear)}
+    common |= {"NORM": int(eps is not None), "GROUP": linear.group_size, **defines}
+    product = _Product(device, name, linear, layout, x, rows, eps or 0.0, common, signature, tail)
     if device.has_warpgroups:
-        _warpgroup_product(device, name, linear, layout, x, rows, factor, common, signature, tail)
+        _warpgroup_product(product)
     else:
-        groups = 1 if rows <= 8 else 2 if rows <= 16 else 4
-        shared_bytes = _skinny_shared_bytes(columns, layout.num_tiles, groups, eps is not None)
-        variant = {**common, "WGS": 0, "NT": groups}
-        kernel = device.kernel(name, variant, "pipf" + signature, block=512, shared_bytes=shared_bytes)
-        grid = (min(layout.num_tiles, device.num_multiprocessors), -(-rows // (8 * groups)), 1)
-        kernel(device.stream, grid, x, rows, weight, factor, *tail)
+        _skinny_product(product)
 
 
-def _warpgroup_product(
-    device: CudaDevice,
-    name: str,
-    linear: CudaLinear,
-    layout: RowLayout,
-    x: int,
-    rows: int,
-    eps: float,
-    defines: dict[str, int],
-    signature: str,
-    tail: tuple[Any, ...],
-) -> None:
-    """kernels/warpgroup_gemm.cuh."""
-    columns, quarters = linear.in_features, linear.quarters
-    groups, width, stages = warpgroup_variant(rows, linear.out_features, columns, quarters)
-    stage_bytes = (64 * groups + width) * 128
-    box = 4 if layout.outer == 1 or layout.inner % 4 == 0 else 1
-    row_bytes = 2 * columns
-    sizes = (columns, 8, 2, layout.inner, layout.outer)
-    strides = (1, layout.half_stride, layout.tile_stride, layout.outer_stride)
-    weight_map = device.tensor_map(
-        address(linear.weight), sizes, tuple(row_bytes * stride for stride in strides), (64, 8, 2, box, 1)
-    )
-    x_map = device.tensor_map(x, (columns, rows), (row_bytes,), (64, width))
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """What both families of kernels need."""
+
+    device: CudaDevice
+    name: str
+    linear: AnyLinear
+    layout: RowLayout
+    x: int
+    rows: int
+    eps: float
+    defines: dict[str, int]
+    signature: str
+    tail: tuple[Any, ...]
+
+
+def _parts(linear: AnyLinear) -> int:
+    """Parts of K that are summed apart: by the weight's shape alone."""
+    return (8 if linear.group_size else 4) if linear.out_features <= _MAX_PARTED else 1
+
+
+def _skinny_product(product: _Product) -> None:
+    """kernels/skinny_gemm.cuh."""
+    device, linear, tiles = product.device, product.linear, product.layout.num_tiles
+    groups = 1 if product.rows <= 8 else 2 if product.rows <= 16 or linear.group_size else 4
+    if isinstance(linear, CudaInt8Linear):
+        weight: tuple[int, ...] = (address(linear.packed), address(linear.norm))
+        kinds = "pp"
+    else:
+        weight, kinds = (address(linear.weight),), "p"
     kernel = device.kernel(
-        name,
-        {**defines, "WGS": groups, "NB": width, "STAGES": stages, "BOX": box},
-        "ttif" + signature,
-        block=128 * groups + 32,
-        shared_bytes=1024 + stages * (stage_bytes + 16),
-        cluster_depth=quarters,
+        product.name,
+        {**product.defines, "WGS": 0, "NT": groups},
+        kinds + "pif" + product.signature,
+        block=512,
+        shared_bytes=_skinny_shared_bytes(linear, tiles, groups, bool(product.defines["NORM"])),
     )
-    grid = (-(-layout.num_tiles // (4 * groups)), -(-rows // width), quarters)
-    kernel(device.stream, grid, weight_map, x_map, rows, eps, *tail)
+    grid = (min(tiles, device.num_multiprocessors), -(-product.rows // (8 * groups)), 1)
+    kernel(device.stream, grid, *weight, product.x, product.rows, product.eps, *product.tail)
 
 
-def warpgroup_variant(rows: int, outputs: int, columns: int, quarters: int) -> tuple[int, int, int]:
+def _warpgroup_product(product: _Product) -> None:
+    """kernels/warpgroup_gemm.cuh."""
+    device, linear, rows = product.device, product.linear, product.rows
+    columns, parts, tiles = linear.in_features, _parts(linear), product.layout.num_tiles
+    variant = warpgroup_variant(rows, linear.out_features, columns, parts, linear.group_size)
+    groups, width, stages = variant
+    defines = {**product.defines, "WGS": groups, "NB": width, "STAGES": stages}
+    if isinstance(linear, CudaInt8Linear):
+        weight: tuple[Any, ...] = (address(linear.packed), address(linear.norm))
+        kinds = "pp"
+        stage_bytes = -(-(width * 256 + packed_piece_bytes(linear.group_size)) // 1024) * 1024
+        pieces = -(-columns // _SLICE)  # of a block: of its part of the norm's weight
+        more_bytes = 256 * -(-pieces // parts) if defines["NORM"] else 0
+    else:
+        box = 4 if product.layout.outer == 1 or product.layout.inner % 4 == 0 else 1
+        weight, kinds = (_weight_map(device, linear, product.layout, box),), "t"
+        defines["BOX"] = box
+        stage_bytes, more_bytes = (64 * groups + width) * 128, 0
+    x_map = device.tensor_map(product.x, (columns, rows), (2 * columns,), (64, width))
+    kernel = device.kernel(
+        product.name,
+        defines,
+        kinds + "tif" + product.signature,
+        block=128 * groups + 32,
+        shared_bytes=1024 + stages * (stage_bytes + 16) + more_bytes,
+        cluster_depth=parts,
+    )
+    tiles_of_block = 4 if linear.group_size else 4 * groups
+    grid = (-(-tiles // tiles_of_block), -(-rows // width), parts)
+    kernel(device.stream, grid, *weight, x_map, rows, product.eps, *product.tail)
+
+
+def _weight_map(device: CudaDevice, linear: CudaLinear, layout: RowLayout, box: int) -> bytes:
+    row_bytes = 2 * linear.in_features
+    sizes = (linear.in_features, 8, 2, layout.inner, layout.outer)
+    strides = (1, layout.half_stride, layout.tile_stride, layout.outer_stride)
+    byte_strides = tuple(row_bytes * stride for stride in strides)
+    return device.tensor_map(address(linear.weight), sizes, byte_strides, (64, 8, 2, box, 1))
+
+
+def packed_piece_bytes(group_size: int) -> int:
+    """Of 64 rows and 128 columns in the layout of kernels/int8.cuh."""
+    return 64 * 128 + 128 * (128 // group_size)
+
+
+def warpgroup_variant(
+    rows: int, outputs: int, columns: int, parts: int, group_size: int
+) -> tuple[int, int, int]:
     """Warpgroups, rows of x to a block, and pieces under way: what was fastest on an H200.
 
     Few rows: as many blocks as multiprocessors or a multiple, and room left in shared memory for the first
     pieces of the next kernel. Many rows: large tiles, since they read less from the L2 cache.
     """
-    width = next((size for size in (8, 16, 32, 64) if rows <= size), 128)
-    is_whole, fills_once = quarters == 1, outputs <= 64 * 2 * _MULTIPROCESSORS
+    width = next((size for size in (8, 16, 32, 64) if rows <= size), 64 if group_size else 128)
+    is_whole, fills_once = parts == 1, outputs <= 64 * 2 * _MULTIPROCESSORS
+    if group_size:
+        most = {8: 8, 16: 8, 32: 6, 64: 4}[width]
+        pieces = -(-columns // _SLICE)
+        return 2, width, max(2, min(most, -(-pieces // parts)))
     if rows <= 64:
         groups = 2 if is_whole and fills_once else 1
         return groups, width, (7 if groups == 2 else 8) if width <= 32 else (5 if groups == 2 else 6)
@@ -148,10 +237,11 @@ def warpgroup_variant(rows: int, outputs: int, columns: int, quarters: int) -> t
     return (2, 128, 6) if is_whole or columns > 4096 else (1, 128, 4)
 
 
-def _skinny_shared_bytes(columns: int, tiles: int, groups: int, has_norm: bool) -> int:
+def _skinny_shared_bytes(linear: AnyLinear, tiles: int, groups: int, has_norm: bool) -> int:
     """sizeof(Shared) of kernels/skinny_gemm.cuh."""
-    slices = -(-columns // _SLICE)
-    ring = _WARPS * _STAGES * 16 * 64 * 2
+    slices = -(-linear.in_features // _SLICE)
+    scales = 32 * (128 // linear.group_size) if linear.group_size else 0
+    ring = _WARPS * _STAGES * (16 * 64 * 2 + scales)
     partial = 2 * _WARPS * groups * 4 * 32 * 4
     square = (slices if has_norm else 1) * 8 * groups * 4
     held = 16 if tiles > 15 * 128 else tiles // 128 + 1
@@ -161,9 +251,22 @@ def _skinny_shared_bytes(columns: int, tiles: int, groups: int, has_norm: bool) 
 
 
 def multiply_rows(
-    device: CudaDevice, x: int, rows: int, linear: CudaLinear, out: int, *, adds: bool
+    device: CudaDevice, x: int, rows: int, linear: AnyLinear, out: int, *, adds: bool
 ) -> None:
     """out = x weight^T, or out += it, for rows of a prefill. Shapes: x [rows, in]; out [rows, out]."""
-    device.multiply(
-        address(linear.weight), x, out, linear.out_features, rows, linear.in_features, adds=adds
-    )
+    if isinstance(linear, CudaInt8Linear):
+        weight = device.scratch("unpacked", linear.shape, 2)
+        unpack(device, linear, weight)
+    else:
+        weight = address(linear.weight)
+    device.multiply(weight, x, out, linear.out_features, rows, linear.in_features, adds=adds)
+
+
+def unpack(device: CudaDevice, linear: CudaInt8Linear, out: int) -> None:
+    """kernels/unpack_int8.cu. Shapes: out bfloat16 [out, in]."""
+    outputs, inputs = linear.shape
+    defines = {"K": inputs, "GROUP": linear.group_size, "NORM": int(linear.norm is not None)}
+    kernel = device.kernel("unpack_int8", defines, "ppiip", block=256)
+    grid = (-(-outputs // 64), -(-inputs // _SLICE), 1)
+    arrays = (address(linear.packed), address(linear.norm))
+    kernel(device.stream, grid, *arrays, outputs, linear.pairs, out)

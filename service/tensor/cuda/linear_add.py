@@ -3,12 +3,13 @@
 from typing import Any
 
 from service.tensor.cuda.device import CudaDevice, address, require_shape, rows_from
-from service.tensor.cuda.linear import CudaLinear, decode_product, multiply_rows, plain_rows
+from service.tensor.cuda.linear import AnyLinear, decode_product, multiply_rows, num_own, plain_rows
 
 
-def linear_add(device: CudaDevice, x: Any, weight: CudaLinear, residual: Any, num_decode: int) -> None:
+def linear_add(device: CudaDevice, x: Any, weight: AnyLinear, residual: Any, num_decode: int) -> None:
     """The first `num_decode` rows take the decode kernels."""
     rows, outputs = x.shape[0], weight.out_features
+    num_decode = num_own(weight, num_decode, rows)
     require_shape("x", x, (rows, weight.in_features))
     require_shape("residual", residual, (rows, outputs))
     if num_decode:
@@ -21,7 +22,7 @@ def linear_add(device: CudaDevice, x: Any, weight: CudaLinear, residual: Any, nu
         _prefill(device, rows_from(x, num_decode), weight, rows_from(residual, num_decode))
 
 
-def _prefill(device: CudaDevice, x: Any, weight: CudaLinear, residual: Any) -> None:
+def _prefill(device: CudaDevice, x: Any, weight: AnyLinear, residual: Any) -> None:
     rows, outputs = residual.shape
     multiply_rows(device, address(x), rows, weight, address(residual), adds=True)
     if weight.bias is not None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from service.tensor.backend import StepArrays
 from service.tensor.cuda.device import CudaDevice, address, require_shape, rows_from
-from service.tensor.cuda.linear import CudaLinear, RowLayout, decode_product, multiply_rows
+from service.tensor.cuda.linear import AnyLinear, RowLayout, decode_product, multiply_rows, num_own
 from service.tensor.cuda.rms_norm import rms_norm
 
 
@@ -15,7 +15,7 @@ class _Stage:
 
     device: CudaDevice
     eps: float
-    qkv: CudaLinear
+    qkv: AnyLinear
     q_norm: Any
     k_norm: Any
     rope: Any
@@ -32,7 +32,7 @@ def qkv_rope_cache(
     device: CudaDevice,
     x: Any,
     eps: float,
-    qkv: CudaLinear,
+    qkv: AnyLinear,
     q_norm: Any,
     k_norm: Any,
     rope: Any,
@@ -44,11 +44,11 @@ def qkv_rope_cache(
     rows, dim = x.shape
     require_shape("v_cache", v_cache, tuple(k_cache.shape))
     heads = q.shape[1] + 2 * k_cache.shape[1]
-    require_shape("qkv", qkv.weight, (heads * q.shape[2], dim))
+    require_shape("qkv", qkv, (heads * q.shape[2], dim))
     require_shape("positions", batch.positions, (rows,))
     require_shape("slot_mapping", batch.slot_mapping, (rows,))
     stage = _Stage(device, eps, qkv, q_norm, k_norm, rope, k_cache, v_cache)
-    split = batch.num_decode
+    split = num_own(qkv, batch.num_decode, rows)
     if split:
         _decode(stage, x, split, batch.positions, batch.slot_mapping, q)
     if rows > split:

@@ -15,7 +15,7 @@ from ml_dtypes import bfloat16
 from service.tensor.backend import Array, HostArray
 from service.tensor.cuda.backend import CudaBackend
 from service.tensor.cuda.kernels import KernelId
-from service.tensor.cuda.linear import CudaLinear
+from service.tensor.cuda.linear import AnyLinear, CudaInt8Linear, CudaLinear
 
 _INT32 = np.dtype(np.int32)
 # of the cards most used: T4, A100, RTX 40 and L4, H100 and H200
@@ -117,7 +117,11 @@ class RecordingBackend(CudaBackend):
         *,
         pairs: int = 8,
         group_size: int | None = None,
-    ) -> CudaLinear:
-        outputs = sum(len(part) for part in parts)
+    ) -> AnyLinear:
+        outputs, inputs = sum(len(part) for part in parts), parts[0].shape[1]
         bias = None if biases is None else self.empty((outputs,), np.float32)
-        return CudaLinear(self.empty((outputs, parts[0].shape[1]), bfloat16), bias)
+        group_size = getattr(parts[0], "group_size", group_size)
+        if group_size is not None:
+            packed, factors = self.empty((1,), np.uint8), None if norm is None else self.vector(norm)
+            return CudaInt8Linear(packed, factors, bias, (outputs, inputs), group_size, pairs)
+        return CudaLinear(self.empty((outputs, inputs), bfloat16), bias)

@@ -12,7 +12,7 @@ def rms_norm(device: CudaDevice, x: Any, row_ids: Any, rows: int, norm: Any, eps
     """
     dim = x.shape[-1]
     out = device.scratch("normed", (rows, dim), 2)
-    kernel = device.kernel("rms_norm", {"K": dim, "QUARTERS": 1}, "ppipfp", block=512)
+    kernel = device.kernel("rms_norm", {"K": dim, "PARTS": 1}, "ppipfp", block=512)
     grid = (-(-rows // 8), 1, 1)
     kernel(device.stream, grid, address(x), address(row_ids), rows, address(norm), eps, out)
     return out
