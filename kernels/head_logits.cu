@@ -49,7 +49,7 @@ __device__ __forceinline__ void finish(const Epilogue& out, const Early&, int ti
 #if WGS > 0
 #include "warpgroup_gemm.cuh"
 
-extern "C" __global__ __launch_bounds__(THREADS + 32, 1)
+extern "C" __global__ __launch_bounds__(THREADS + 32, MIN_BLOCKS)
 void head_logits(WEIGHT_PARAMETERS, const __grid_constant__ TensorMap x, int rows, float eps,
                 float* out) {
   warpgroup_gemm(WEIGHT, x, rows, eps, Epilogue{out});

@@ -53,7 +53,7 @@ __device__ __forceinline__ void finish(const Epilogue& out, const Early& part, i
 #if WGS > 0
 #include "warpgroup_gemm.cuh"
 
-extern "C" __global__ __launch_bounds__(THREADS + 32, 1)
+extern "C" __global__ __launch_bounds__(THREADS + 32, MIN_BLOCKS)
 void linear_add(WEIGHT_PARAMETERS, const __grid_constant__ TensorMap x, int rows, float eps,
                const float* __restrict__ bias, bf16* residual) {
   warpgroup_gemm(WEIGHT, x, rows, eps, Epilogue{bias, residual});

@@ -65,7 +65,7 @@ __device__ __forceinline__ void finish(const Epilogue& out, const Early& part, i
 #if WGS > 0
 #include "warpgroup_gemm.cuh"
 
-extern "C" __global__ __launch_bounds__(THREADS + 32, 1)
+extern "C" __global__ __launch_bounds__(THREADS + 32, MIN_BLOCKS)
 void qkv_rope_cache(WEIGHT_PARAMETERS, const __grid_constant__ TensorMap x, int rows, float eps,
                    const float* __restrict__ bias, const float* __restrict__ rope, const int* __restrict__ positions,
                    const int* __restrict__ slots, bf16* q, bf16* keys, bf16* values, bf16* raw) {

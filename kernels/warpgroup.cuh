@@ -125,14 +125,14 @@ __device__ __forceinline__ void wait_products() {
 }
 
 // Writes before it are seen by all blocks of the cluster behind cluster_wait.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
 
 // Says nothing of writes, so it waits for none.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 
 // Of a place in our shared memory, the same place in that of a block of the cluster.
 __device__ __forceinline__ u32 address_in(const void* place, int block) {

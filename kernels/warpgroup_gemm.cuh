@@ -6,7 +6,8 @@
 // x. Of bfloat16 weights a warpgroup takes 64 rows; of INT8 ones a block has 64 rows, and its two warpgroups
 // take turns at pieces of PIECE columns, since making bfloat16 keeps one too busy. A warp of its own asks for
 // pieces, STAGES of them ahead; those of the weight before the previous kernel has ended. Every result is one
-// chain over a part, or two of scaled groups, whatever NB is, so a row's bits do not depend on its neighbours.
+// chain over a part, or with INT8 one for each warpgroup, whatever NB is, so a row's bits do not depend on its
+// neighbours.
 // With NORM, sums of squares of x are taken from shared memory beside the products, and results are multiplied
 // by 1 / rms; the norm's weight has been multiplied into a bfloat16 weight before, into INT8 ones it is here.
 //
@@ -24,10 +25,14 @@
 //           PARTS       1, 4 or 8
 //           NORM        1: scale by 1 / rms of x
 // Launch    grid (ceil(TILES / (MB / 16)), ceil(rows / NB), PARTS), cluster (1, 1, PARTS),
-//           block (128 * WGS + 32), dynamic shared memory of 1024 + STAGES * (STAGE_BYTES + 16) bytes, and with
+//           block (128 * WGS + 32), dynamic shared memory of 1024 + STAGES * (STAGE_BYTES + 32) bytes, and with
 //           INT8 and NORM 256 * PER_BLOCK more
 
 #include "warpgroup.cuh"
+
+// To a multiprocessor. INT8: more registers make a block faster, but leave no room for the next kernel's first
+// pieces; what was faster on an H200.
+constexpr int MIN_BLOCKS = GROUP && (NB == 16 || (NB == 8 && NORM && PARTS > 1)) ? 3 : 1;
 
 #if GROUP
 #define WEIGHT_PARAMETERS const unsigned char* __restrict__ packed, const uint4* __restrict__ norm
@@ -38,7 +43,7 @@
 #endif
 
 constexpr int THREADS = 128 * WGS;  // of warpgroups; 32 more ask for copies
-constexpr int CHAINS = GROUP ? WGS : 1;  // warpgroups that take turns
+constexpr int CHAINS = GROUP ? 2 : 1;  // warpgroups that take turns
 constexpr int MB = 64 * WGS / CHAINS;
 constexpr int PIECE = GROUP ? 128 : 64;
 constexpr int SUB = NB < 128 ? NB : 128, SUBS = NB / SUB;  // rows of x to an instruction, and instructions
@@ -57,7 +62,8 @@ constexpr int ITEMS = (NUM_ITEMS + THREADS - 1) / THREADS;  // of a thread
 constexpr bool IS_EARLY = ITEMS <= 2;                       // more would not fit into registers beside the sums
 
 static_assert(K % 8 == 0, "rows of 16-byte units");
-static_assert((CHAINS * NB * SUM_STRIDE + (CHUNKS + 1) * NB) * 4 <= STAGES * STAGE_BYTES, "sums lie where the ring was");
+static_assert(STAGES % CHAINS == 0, "a stage is always the same warpgroup's, so that it misses no phase of its barriers");
+static_assert((NB * SUM_STRIDE + (CHUNKS + 1) * NB) * 4 <= STAGES * STAGE_BYTES, "sums lie where the ring was");
 
 // The ring of pieces and its barriers, as addresses in shared memory.
 struct Ring {
@@ -65,9 +71,10 @@ struct Ring {
 
   __device__ u32 rows(int stage) const { return base + stage * STAGE_BYTES; }
   __device__ u32 weights(int stage) const { return rows(stage) + X_BYTES; }
-  __device__ u32 full(int stage) const { return base + STAGES * STAGE_BYTES + stage * 16; }
-  __device__ u32 empty(int stage) const { return full(stage) + 8; }
-  __device__ u32 norm() const { return base + STAGES * (STAGE_BYTES + 16); }  // INT8 and NORM: of this block's columns
+  __device__ u32 has_weights(int stage) const { return base + STAGES * STAGE_BYTES + stage * 32; }
+  __device__ u32 has_rows(int stage) const { return has_weights(stage) + 8; }
+  __device__ u32 empty(int stage) const { return has_weights(stage) + 16; }
+  __device__ u32 norm() const { return base + STAGES * (STAGE_BYTES + 32); }  // INT8 and NORM: of this block's columns
 };
 
 #if GROUP
@@ -77,27 +84,28 @@ struct Weight {
 };
 
 __device__ __forceinline__ void copy_weights(const Ring& ring, const Weight& weight, int stage, int piece) {
-  expect_bytes(ring.full(stage), X_BYTES + WEIGHT_BYTES);
+  expect_bytes(ring.has_weights(stage), WEIGHT_BYTES);
   const long long place = static_cast<long long>(blockIdx.x) * NUM_PIECES + piece;
-  copy_bytes(ring.weights(stage), weight.packed + place * PACKED_BYTES, PACKED_BYTES, ring.full(stage));
+  copy_bytes(ring.weights(stage), weight.packed + place * PACKED_BYTES, PACKED_BYTES, ring.has_weights(stage));
 }
 #else
 using Weight = TensorMap;
 
 __device__ __forceinline__ void copy_weights(const Ring& ring, const Weight& weight, int stage, int piece) {
-  expect_bytes(ring.full(stage), X_BYTES + WEIGHT_BYTES);
+  expect_bytes(ring.has_weights(stage), WEIGHT_BYTES);
 #pragma unroll
   for (int box = 0; box < MB / 16 / BOX; ++box) {
     const int2 place = tile_place(blockIdx.x * (MB / 16) + box * BOX);
-    copy_box(ring.weights(stage) + box * BOX * 2048, weight, ring.full(stage), piece * 64, place.x, place.y);
+    copy_box(ring.weights(stage) + box * BOX * 2048, weight, ring.has_weights(stage), piece * 64, place.x, place.y);
   }
 }
 #endif
 
 __device__ __forceinline__ void copy_x(const Ring& ring, const TensorMap& x, int stage, int piece) {
+  expect_bytes(ring.has_rows(stage), X_BYTES);
 #pragma unroll
   for (int box = 0; box < PIECE / 64; ++box) {
-    copy_rows(ring.rows(stage) + box * (NB * 128), x, ring.full(stage), piece * PIECE + box * 64, blockIdx.y * NB);
+    copy_rows(ring.rows(stage) + box * (NB * 128), x, ring.has_rows(stage), piece * PIECE + box * 64, blockIdx.y * NB);
   }
 }
 
@@ -147,7 +155,7 @@ __device__ __forceinline__ void add_squares(float (&square)[NB / 8], u32 rows) {
 
 // Where a warpgroup's sums, and sums of squares, lie once the ring is done with.
 struct Sums {
-  float* results;  // [CHAINS, NB, SUM_STRIDE]
+  float* results;  // [NB, SUM_STRIDE]
   float* chunks;   // [CHUNKS, NB]
   float* squares;  // [NB]
 };
@@ -241,7 +249,7 @@ struct Operand {
 };
 
 constexpr int PER_GROUP = GROUP / 16;                                          // products
-constexpr int SETS = NB <= 16 ? GROUPS : NB == 32 ? (GROUPS < 2 ? 1 : 2) : 1;  // groups that are multiplied together
+constexpr int SETS = NB == 8 && GROUPS > 1 ? 2 : 1;  // groups that are multiplied together
 
 // Begins the products of SETS groups of a piece.
 __device__ __forceinline__ void multiply_piece(Operand& operand, u32 rows, float (&part)[SETS][NB / 2], int first) {
@@ -274,16 +282,20 @@ __device__ __forceinline__ void add_scaled(u32 weights, Accumulator& sum, float 
   }
 }
 
-// The products of every second piece, and the squares of x beside them.
-__device__ __forceinline__ void consume(const Ring& ring, int num_pieces, Accumulator& sum, float (&square)[NB / 8]) {
+// The products of one piece in CHAINS, and the squares of x beside them. `operand`: of the first.
+__device__ __forceinline__ void consume(const Ring& ring, Operand& operand, int num_pieces, Accumulator& sum,
+                                        float (&square)[NB / 8]) {
   static_assert(NB <= 64, "more sums would not fit into registers");
   float part[SETS][NB / 2];
-  Operand operand;
-  int stage = threadIdx.x >> 7, parity = 0;
-  for (int p = threadIdx.x >> 7; p < num_pieces; p += CHAINS) {
+  const int chain = threadIdx.x >> 7;
+  int stage = chain, parity = 0;
+  for (int p = chain; p < num_pieces; p += CHAINS) {
     const u32 weights = ring.weights(stage), rows = ring.rows(stage);
-    wait_barrier(ring.full(stage), parity);
-    operand.load(weights, ring.norm() + p * 256);
+    if (p > chain) {
+      wait_barrier(ring.has_weights(stage), parity);
+      operand.load(weights, ring.norm() + p * 256);
+    }
+    wait_barrier(ring.has_rows(stage), parity);
 #pragma unroll
     for (int first = 0; first < GROUPS; first += SETS) {
       multiply_piece(operand, rows, part, first);
@@ -308,7 +320,8 @@ __device__ __forceinline__ void consume(const Ring& ring, int num_pieces, Accumu
   const u32 own_rows = (threadIdx.x >> 7) * 8192;
   int stage = 0, parity = 0, before = 0;
   for (int p = 0; p < num_pieces; ++p) {
-    wait_barrier(ring.full(stage), parity);
+    wait_barrier(ring.has_weights(stage), parity);
+    wait_barrier(ring.has_rows(stage), parity);
     const u64 a = operand_of(ring.weights(stage) + own_rows), b = operand_of(ring.rows(stage));
     begin_products();
 #pragma unroll
@@ -327,16 +340,16 @@ __device__ __forceinline__ void consume(const Ring& ring, int num_pieces, Accumu
 }
 #endif
 
-// To shared memory, where a thread finds neighbouring results.
-__device__ __forceinline__ void store_sums(const Sums& sums, const Accumulator& sum) {
+// To shared memory, where a thread finds neighbouring results; with `adds`, to what lies there.
+__device__ __forceinline__ void store_sums(const Sums& sums, const Accumulator& sum, bool adds) {
   const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * 16 % MB + (lane >> 2);
-  float* results = sums.results + (CHAINS > 1 ? threadIdx.x >> 7 : 0) * NB * SUM_STRIDE;
 #pragma unroll
   for (int s = 0; s < SUBS; ++s) {
 #pragma unroll
     for (int i = 0; i < SUB / 2; ++i) {
       const int column = s * SUB + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
-      results[column * SUM_STRIDE + row + (i & 2) * 4] = sum[s][i];
+      float* target = sums.results + column * SUM_STRIDE + row + (i & 2) * 4;
+      *target = adds ? sum[s][i] + *target : sum[s][i];
     }
   }
 }
@@ -356,16 +369,11 @@ struct Item {
   }
 };
 
-// Adds chains in order, of all blocks in order.
+// Those of all blocks, in order.
 __device__ __forceinline__ float4 load_sums(const float* source) {
-  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  float4 total = load_float4_of(source, 0);
 #pragma unroll
-  for (int block = 0; block < PARTS; ++block) {
-    float4 part = load_float4_of(source, block);
-#pragma unroll
-    for (int chain = 1; chain < CHAINS; ++chain) part = part + load_float4_of(source + chain * NB * SUM_STRIDE, block);
-    total = block == 0 ? part : total + part;
-  }
+  for (int block = 1; block < PARTS; ++block) total = total + load_float4_of(source, block);
   return total;
 }
 
@@ -388,14 +396,15 @@ __device__ __forceinline__ void warpgroup_gemm(const Weight& weight, const Tenso
   const u32 start = shared_address(shared_bytes), aligned = (start + 1023) & ~1023u;
   const Ring ring{aligned};
   float* memory = reinterpret_cast<float*>(shared_bytes + (aligned - start));
-  float* chunks = memory + CHAINS * NB * SUM_STRIDE;
+  float* chunks = memory + NB * SUM_STRIDE;
   const Sums sums{memory, chunks, chunks + CHUNKS * NB};
   const int first = blockIdx.z * PER_BLOCK, num_pieces = max(0, min(PER_BLOCK, NUM_PIECES - first));
   const bool is_consumer = threadIdx.x < THREADS;
   if (threadIdx.x == THREADS) {
     for (int stage = 0; stage < STAGES; ++stage) {
-      init_barrier(ring.full(stage), 1);
-        init_barrier(ring.empty(stage), WGS / CHAINS * 4);
+      init_barrier(ring.has_weights(stage), 1);
+      init_barrier(ring.has_rows(stage), 1);
+      init_barrier(ring.empty(stage), WGS / CHAINS * 4);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -407,6 +416,12 @@ __device__ __forceinline__ void warpgroup_gemm(const Weight& weight, const Tenso
   if (is_consumer) {
 #if GROUP
     load_norm(ring, weight, first, num_pieces);
+    Operand operand;
+    const int chain = threadIdx.x >> 7;
+    if (chain < num_pieces) {
+      wait_barrier(ring.has_weights(chain), 0);
+      operand.load(ring.weights(chain), ring.norm() + chain * 256);
+    }
 #endif
     wait_for_previous();
 #pragma unroll
@@ -414,13 +429,23 @@ __device__ __forceinline__ void warpgroup_gemm(const Weight& weight, const Tenso
       const Item item(threadIdx.x + j * THREADS, rows);
       if (item.is_inside) parts[j] = item.load_early(epilogue);
     }
+#if GROUP
+    consume(ring, operand, num_pieces, sum, square);
+#else
     consume(ring, num_pieces, sum, square);
+#endif
   } else if (threadIdx.x == THREADS) {
     produce(ring, weight, x, first, num_pieces);
   }
   __syncthreads();  // the ring is done with
   if (NORM) store_squares(sums, square);
-  if (is_consumer) store_sums(sums, sum);
+  if (CHAINS > 1) {
+    if (threadIdx.x >> 7 == 1) store_sums(sums, sum, false);
+    __syncthreads();
+    if (threadIdx.x >> 7 == 0) store_sums(sums, sum, true);
+  } else if (is_consumer) {
+    store_sums(sums, sum, false);
+  }
   if (NORM) {
     __syncthreads();
     reduce_squares(sums);

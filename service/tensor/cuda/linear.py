@@ -147,7 +147,7 @@ class _Product:
 
 def _parts(linear: AnyLinear) -> int:
     """Parts of K that are summed apart: by the weight's shape alone."""
-    return (8 if linear.group_size else 4) if linear.out_features <= _MAX_PARTED else 1
+    return 4 if linear.out_features <= _MAX_PARTED else 1
 
 
 def _skinny_product(product: _Product) -> None:
@@ -194,7 +194,7 @@ def _warpgroup_product(product: _Product) -> None:
         defines,
         kinds + "tif" + product.signature,
         block=128 * groups + 32,
-        shared_bytes=1024 + stages * (stage_bytes + 16) + more_bytes,
+        shared_bytes=1024 + stages * (stage_bytes + 32) + more_bytes,
         cluster_depth=parts,
     )
     tiles_of_block = 4 if linear.group_size else 4 * groups
@@ -223,12 +223,12 @@ def warpgroup_variant(
     Few rows: as many blocks as multiprocessors or a multiple, and room left in shared memory for the first
     pieces of the next kernel. Many rows: large tiles, since they read less from the L2 cache.
     """
-    width = next((size for size in (8, 16, 32, 64) if rows <= size), 64 if group_size else 128)
     is_whole, fills_once = parts == 1, outputs <= 64 * 2 * _MULTIPROCESSORS
     if group_size:
-        most = {8: 8, 16: 8, 32: 6, 64: 4}[width]
+        width = next((size for size in (8, 16, 32) if rows <= size), 64)
         pieces = -(-columns // _SLICE)
-        return 2, width, max(2, min(most, -(-pieces // parts)))
+        return 2, width, min(6 if width <= 16 else 4, -(-pieces // parts // 2) * 2)
+    width = next((size for size in (8, 16, 32, 64) if rows <= size), 128)
     if rows <= 64:
         groups = 2 if is_whole and fills_once else 1
         return groups, width, (7 if groups == 2 else 8) if width <= 32 else (5 if groups == 2 else 6)
