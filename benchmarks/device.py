@@ -32,6 +32,7 @@ from service.engine.cuda_runner import CudaRunner
 from service.engine.engine import Engine
 from service.model.config import ModelConfig
 from service.model.decoder import Activations, Decoder, KVCache
+from service.model.quantization import Quantization
 from service.model.shapes import ShapeWeights
 from service.progress import NoProgress
 from service.tensor.backend import SampleArrays, SamplingArrays, StepArrays
@@ -85,7 +86,7 @@ class Bench:
     """A model on the device, and arrays for steps of up to `max_rows` rows."""
 
     config: ModelConfig
-    backend: CudaBackend
+    backend: RandomBackend
     decoder: Decoder
     cache: KVCache
     buffers: Activations
@@ -305,6 +306,7 @@ async def _run_engine(bench: Bench, name: str, report: Report) -> None:
         block_size=BLOCK_SIZE,
         max_running=max_running,
         arch=bench.backend.device.arch,
+        quantization=Quantization(group_size=bench.backend.quantized),
     )
     started_at = perf_counter()
     bench.backend.device.prepare(kernels, lambda done, total: None)

@@ -1,6 +1,7 @@
 // pack_int8: INT8 weights into the layout of int8.cuh, quantised on the way where they come as floats.
 //
-// Launch    grid (tiles of 64 rows, pieces of 128 columns), block (256); at load only
+// Launch    grid (tiles of 64 rows, pieces of 128 columns), block (256); at load only; `is_bad` becomes 1 where a
+//           float is not finite, or its group's scale is beyond float16
 // Layout    source [M, K]: int8, bfloat16 or float32; scales float16 [M, ceil(K / GROUP)], read where source is int8
 // Defines   K, GROUP; NORM = 0; SOURCE: 0 int8, 1 bfloat16, 2 float32
 // Numerics  as service/tensor/quantized.py, bit for bit
@@ -39,7 +40,7 @@ __device__ __forceinline__ unsigned short quantize(int (&out)[4], const float (&
 
 extern "C" __global__ __launch_bounds__(256)
 void pack_int8(const void* __restrict__ source, const unsigned short* __restrict__ scales, int rows, int pairs,
-               unsigned char* __restrict__ packed) {
+               unsigned char* __restrict__ packed, int* is_bad) {
   __shared__ signed char values[64][128];
   __shared__ unsigned short group_scales[GROUPS][64];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, piece = blockIdx.y;
@@ -64,6 +65,8 @@ void pack_int8(const void* __restrict__ source, const unsigned short* __restrict
       w[i] = has_row && column + i < K ? load_value(source, static_cast<long long>(row) * K + column + i) : 0.0f;
     }
     scale = quantize(out, w);
+    const bool is_finite = isfinite(w[0]) && isfinite(w[1]) && isfinite(w[2]) && isfinite(w[3]);
+    if (!is_finite || (scale & 0x7c00) == 0x7c00) *is_bad = 1;
 #endif
 #pragma unroll
     for (int i = 0; i < 4; ++i) values[r][lane * 4 + i] = static_cast<signed char>(out[i]);

@@ -11,7 +11,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +31,7 @@ from service.progress import TerminalProgress
 from service.settings import Settings
 
 _BATCHES = (1, 8, 16)
+_WIDE_BATCH = 64  # where there is a GPU
 _PROMPT, _OUTPUT, _LONG_PROMPT = 128, 128, 512
 _SETTLE_SECONDS, _IDLE_SECONDS = 2.0, 15.0  # BLAS threads spin for a moment after work
 _READY_SECONDS = 600.0
@@ -47,9 +48,9 @@ def run_bench(settings: Settings, url: str | None) -> int:
         report["offline"] = asyncio.run(_offline(settings))
         with _server(settings) as (process, base, ready_seconds):
             report["process"] = _measure_process(process, base, ready_seconds)
-            report["http"] = _over_http(base)
+            report["http"] = _over_http(base, [int(batch) for batch in report["offline"]["decode"]])
     else:
-        report["http"] = _over_http(url)
+        report["http"] = _over_http(url, _BATCHES)
     print(json.dumps(report, indent=2))
     return 0
 
@@ -88,7 +89,7 @@ async def _offline(settings: Settings) -> dict[str, Any]:
             "prefill": await _prefill(engine),
             "decode": {},
         }
-        for batch in _BATCHES:
+        for batch in _batches(engine.numerics):
             measured = await decode_rate(engine, batch, output=_OUTPUT)
             result["decode"][str(batch)] = {"tokens_per_second": measured}
             if engine.numerics.startswith("cpu"):
@@ -165,7 +166,16 @@ def _gemm_ceiling(engine: Engine, rows: int) -> float:
 def _server(settings: Settings) -> Iterator[tuple[subprocess.Popen[str], str, float]]:
     """A server in a process of its own, its address, and the seconds from process start to ready."""
     command = [sys.executable, "-m", "service", "serve", "--port", "0", "--no-access-log"]
-    for name in ("model", "tokenizer", "device", "dtype", "cache_dir", "threads"):
+    for name in (
+        "model",
+        "tokenizer",
+        "device",
+        "dtype",
+        "cache_dir",
+        "threads",
+        "quantization",
+        "group_size",
+    ):
         value = getattr(settings, name)
         if value is not None:
             command += ["--" + name.replace("_", "-"), str(value)]
@@ -206,11 +216,15 @@ def _measure_process(process: "subprocess.Popen[str]", base: str, ready_seconds:
     }
 
 
-def _over_http(base: str) -> dict[str, Any]:
+def _batches(numerics: str) -> tuple[int, ...]:
+    return _BATCHES if numerics.startswith("cpu") else (*_BATCHES, _WIDE_BATCH)
+
+
+def _over_http(base: str, batches: Iterable[int]) -> dict[str, Any]:
     asyncio.run(run_load(base, [_body(2, 4)]))
     return {
         str(batch): asyncio.run(run_load(base, [_body(100 * batch + i, _OUTPUT) for i in range(batch)]))
-        for batch in _BATCHES
+        for batch in batches
     }
 
 

@@ -1,8 +1,9 @@
-"""`photoninfer serve`, `pull`, `compile`, `bench`: arguments -> Settings -> one call."""
+"""The commands of `photoninfer`: arguments -> Settings -> one call."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 from service import __version__
@@ -14,6 +15,8 @@ _COMMANDS = {
     "serve": "serve a model over HTTP (the default model if none is named)",
     "pull": "download a model and prepare it, so that the next start is quick",
     "compile": "compile a model's CUDA kernels, so that the next start is quick; needs no GPU",
+    "quantize": "write a model anew with INT8 weights",
+    "perplexity": "how well a model foretells a text; JSON on standard output",
     "bench": "measure this machine: decode, prefill, start-up, over HTTP; JSON on standard output",
 }
 
@@ -70,7 +73,12 @@ def _compile(settings: Settings, given: dict[str, object]) -> int:
         checkpoint = find_model(msgspec.structs.replace(settings, weight_cache=False), progress)
         vocab_size = Tokenizer(checkpoint.tokenizer).vocab_size
         compiled = compile_kernels(
-            checkpoint.config, settings, archs, vocab_size=vocab_size, progress=progress
+            checkpoint.config,
+            settings,
+            archs,
+            vocab_size=vocab_size,
+            progress=progress,
+            group_sizes=checkpoint.group_sizes,
         )
     finally:
         progress.close()
@@ -79,13 +87,50 @@ def _compile(settings: Settings, given: dict[str, object]) -> int:
     return 0
 
 
+def _quantize(settings: Settings, given: dict[str, object]) -> int:
+    import msgspec
+
+    from service.model.locate import find_model
+    from service.model.quantization import Quantization
+    from service.model.quantize import quantize_checkpoint
+    from service.progress import TerminalProgress
+
+    progress = TerminalProgress()
+    quantization = Quantization(
+        group_size=settings.group_size,
+        embedding=settings.quantize_embedding,
+        head=settings.quantize_head,
+    )
+    try:
+        checkpoint = find_model(msgspec.structs.replace(settings, weight_cache=False), progress)
+        out = quantize_checkpoint(checkpoint, Path(str(given["out"])).expanduser(), quantization, progress)
+    finally:
+        progress.close()
+    print(out)
+    return 0
+
+
+def _perplexity(settings: Settings, given: dict[str, object]) -> int:
+    from service.perplexity import run_perplexity
+
+    window, stride = cast(int, given["window"]), cast(int, given["stride"])
+    return run_perplexity(settings, Path(str(given["text"])), window, stride)
+
+
 def _bench(settings: Settings, given: dict[str, object]) -> int:
     from service.bench import run_bench
 
     return run_bench(settings, str(given["url"]) if given["url"] else None)
 
 
-_RUN = {"serve": _serve, "pull": _pull, "compile": _compile, "bench": _bench}
+_RUN = {
+    "serve": _serve,
+    "pull": _pull,
+    "compile": _compile,
+    "quantize": _quantize,
+    "perplexity": _perplexity,
+    "bench": _bench,
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,6 +144,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, epilog=parser.epilog)
+        command.add_argument(
+            "model",
+            nargs="?",
+            default=argparse.SUPPRESS,
+            metavar="MODEL",
+            help="the same as --model",
+        )
         _add_options(command)
         if name == "compile":
             command.add_argument(
@@ -106,6 +158,16 @@ def _parser() -> argparse.ArgumentParser:
                 action="append",
                 help="GPU architecture, such as sm_80 or sm_90a; may be given again "
                 "(default: that of the GPU here)",
+            )
+        if name == "quantize":
+            command.add_argument("out", metavar="OUT", help="directory to write; must not exist")
+        if name == "perplexity":
+            command.add_argument("--text", required=True, metavar="FILE", help="plain text in UTF-8")
+            command.add_argument(
+                "--window", type=int, default=1024, help="tokens to a window (default: 1024)"
+            )
+            command.add_argument(
+                "--stride", type=int, default=512, help="tokens between windows (default: 512)"
             )
         if name == "bench":
             command.add_argument("--url", help="measure a running server instead, such as http://host:5728")

@@ -31,6 +31,8 @@ _SECRETS = frozenset({TOKEN_VARIABLE, API_KEYS_VARIABLE})
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
+QuantizationMode = Literal["auto", "int8", "none"]
+GroupSize = Literal[32, 64, 128]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 Count = Annotated[int, Meta(ge=1)]
@@ -120,6 +122,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         Dtype, _about("engine", "number format of the weights; auto: float32 on a CPU, bfloat16 on a GPU")
     ] = "auto"
+    quantization: Annotated[
+        QuantizationMode,
+        _about("engine", "auto: INT8 weights where the model has them; int8: make all so; none: floats"),
+    ] = "auto"
+    group_size: Annotated[
+        GroupSize, _about("engine", "weights that share a scale when quantization is int8")
+    ] = 128
+    quantize_embedding: Annotated[bool, _about("engine", "int8 includes the embedding")] = True
+    quantize_head: Annotated[
+        bool, _about("engine", "int8 includes the head, where it is not the embedding")
+    ] = True
     threads: Annotated[
         Count | None,
         _about("engine", "CPU threads of matrix products; unset: the cores this process may use"),
@@ -214,7 +227,7 @@ def _allowed(value_type: Any) -> str:
     if get_origin(value_type) is Annotated:
         return _allowed(arguments[0]) + _limits(arguments[1])
     if get_origin(value_type) is Literal:
-        return "one of " + ", ".join(arguments)
+        return "one of " + ", ".join(map(str, arguments))
     if get_origin(value_type) is tuple:
         items = get_args(arguments[0])  # a bare str has none
         return f"{items[1].title if items else 'names'}, separated by commas"

@@ -1,8 +1,11 @@
 """Checkpoint and settings -> a ready engine: chooses the device, sizes the KV cache, loads the weights."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -16,8 +19,12 @@ from service.model.checkpoint import Checkpoint
 from service.model.config import ModelConfig
 from service.model.decoder import Decoder
 from service.model.ledger import MemoryLedger, available_host_bytes
+from service.model.quantization import KEEP, FloatWeights, Quantization
+from service.model.shapes import ShapeWeights
+from service.model.weights import WeightSource, wanted_shapes
 from service.progress import Progress
 from service.settings import Settings
+from service.tensor.backend import Backend
 from service.tensor.cpu.backend import CpuBackend
 
 log = logging.getLogger(__name__)
@@ -113,7 +120,7 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, vocab_size: int, limit
     max_running = settings.max_running or limits.max_running
     max_step_tokens = settings.max_step_tokens or limits.max_step_tokens
     max_model_len = min(settings.max_model_len or config.max_positions, config.max_positions)
-    weights = checkpoint.num_parameters * limits.weight_bytes
+    weights = _weight_bytes(checkpoint, settings, limits.weight_bytes)
     rows = max(max_step_tokens, max_running)
     per_row = config.dim + 2 * config.heads * config.head_dim + 4 * config.ffn
     workspace = (
@@ -146,6 +153,48 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, vocab_size: int, limit
     return Plan(max_model_len, num_blocks, max_running, max_step_tokens, vocab_size, ledger)
 
 
+def quantization_of(settings: Settings, group_sizes: Mapping[str, int]) -> Quantization:
+    """What is made INT8 at load: nothing where the checkpoint has such weights (`group_sizes`) already."""
+    if settings.quantization != "int8" or group_sizes:
+        return KEEP
+    return Quantization(
+        group_size=settings.group_size,
+        embedding=settings.quantize_embedding,
+        head=settings.quantize_head,
+    )
+
+
+def shapes_of(config: ModelConfig, settings: Settings, group_sizes: Mapping[str, int]) -> ShapeWeights:
+    """The weights that will be loaded, by shape alone."""
+    return ShapeWeights(config, {} if settings.quantization == "none" else group_sizes)
+
+
+def weights_of(checkpoint: Checkpoint, settings: Settings) -> WeightSource:
+    """The checkpoint's, as floats if the settings say so."""
+    wants_floats = settings.quantization == "none" and checkpoint.group_sizes
+    return FloatWeights(checkpoint.weights) if wants_floats else checkpoint.weights
+
+
+def numerics_of(checkpoint: Checkpoint, settings: Settings, device: str, dtype: str) -> str:
+    """What answers depend on besides the weights, such as cuda-bfloat16 or cpu-float32-int8-128."""
+    sizes = {quantization_of(settings, checkpoint.group_sizes).group_size}
+    if settings.quantization != "none":
+        sizes |= set(checkpoint.group_sizes.values())
+    return f"{device}-{dtype}" + "".join(f"-int8-{size}" for size in sorted(filter(None, sizes)))
+
+
+def _weight_bytes(checkpoint: Checkpoint, settings: Settings, float_bytes: int) -> int:
+    quantization = quantization_of(settings, checkpoint.group_sizes)
+    total = 0
+    for name, shape in wanted_shapes(checkpoint.config).items():
+        group_size = quantization.of(name, shape)
+        if settings.quantization != "none":
+            group_size = checkpoint.group_sizes.get(name, group_size)
+        scales = 0 if group_size is None else 2 * prod(shape[:-1]) * -(-shape[-1] // group_size)
+        total += prod(shape) * (float_bytes if group_size is None else 1) + scales
+    return total
+
+
 def kv_block_bytes(config: ModelConfig, block_size: int, value_bytes: int) -> int:
     """Bytes of keys and values of one block over all layers."""
     return 2 * config.num_layers * config.kv_heads * config.head_dim * block_size * value_bytes
@@ -154,7 +203,7 @@ def kv_block_bytes(config: ModelConfig, block_size: int, value_bytes: int) -> in
 def _build_cpu(
     checkpoint: Checkpoint, settings: Settings, vocab_size: int, progress: Progress
 ) -> tuple[Runner, Plan, str]:
-    dtype = {"auto": np.float32, "float32": np.float32, "bfloat16": bfloat16}[settings.dtype]
+    dtype = _cpu_dtype(settings)
     limits = DeviceLimits(
         max_running=64,
         max_step_tokens=256,
@@ -166,7 +215,7 @@ def _build_cpu(
     plan = make_plan(checkpoint, settings, vocab_size, limits)
     progress.phase("loading weights")
     backend = CpuBackend(dtype)
-    decoder = Decoder(checkpoint.config, checkpoint.weights, backend, plan.max_model_len, progress)
+    decoder = _load(checkpoint, settings, backend, plan.max_model_len, progress)
     progress.phase("starting the engine")
     runner = CpuRunner(
         decoder,
@@ -177,7 +226,43 @@ def _build_cpu(
         max_running=plan.max_running,
         vocab_size=plan.vocab_size,
     )
-    return runner, plan, f"cpu-{np.dtype(dtype).name}"
+    return runner, plan, numerics_of(checkpoint, settings, "cpu", np.dtype(dtype).name)
+
+
+def load_decoder(
+    checkpoint: Checkpoint, settings: Settings, max_model_len: int, progress: Progress
+) -> tuple[Decoder, Backend, str]:
+    """A decoder by itself, its backend and the name of its numerics. Raises: SettingsError, ModelError."""
+    progress.phase("loading weights")
+    if not wants_gpu(settings):
+        dtype = _cpu_dtype(settings)
+        backend: Backend = CpuBackend(dtype)
+        numerics = numerics_of(checkpoint, settings, "cpu", np.dtype(dtype).name)
+    else:
+        from service.tensor.cuda.backend import CudaBackend
+        from service.tensor.cuda.device import CudaDevice
+
+        require_cuda_shapes(checkpoint.config, settings)
+        backend = CudaBackend(CudaDevice(cubin_folder(settings)))
+        numerics = numerics_of(checkpoint, settings, "cuda", "bfloat16")
+    return _load(checkpoint, settings, backend, max_model_len, progress), backend, numerics
+
+
+def _cpu_dtype(settings: Settings) -> Any:
+    return {"auto": np.float32, "float32": np.float32, "bfloat16": bfloat16}[settings.dtype]
+
+
+def _load(
+    checkpoint: Checkpoint, settings: Settings, backend: Backend, max_model_len: int, progress: Progress
+) -> Decoder:
+    return Decoder(
+        checkpoint.config,
+        weights_of(checkpoint, settings),
+        backend,
+        max_model_len,
+        progress,
+        quantization_of(settings, checkpoint.group_sizes),
+    )
 
 
 def _build_cuda(
@@ -207,6 +292,8 @@ def _build_cuda(
     progress.phase("compiling kernels")
     kernels = kernels_of(
         config,
+        weights=shapes_of(config, settings, checkpoint.group_sizes),
+        quantization=quantization_of(settings, checkpoint.group_sizes),
         vocab_size=plan.vocab_size,
         block_size=settings.block_size,
         max_running=plan.max_running,
@@ -216,7 +303,8 @@ def _build_cuda(
     device.prepare(kernels, lambda done, total: progress.update(done, total, "kernels"))
     progress.phase("loading weights")
     backend = CudaBackend(device)
-    decoder = Decoder(config, checkpoint.weights, backend, plan.max_model_len, progress)
+    decoder = _load(checkpoint, settings, backend, plan.max_model_len, progress)
+    cupy.get_default_memory_pool().free_all_blocks()  # what weights passed through
     runner = CudaRunner(
         decoder,
         backend,
@@ -230,7 +318,7 @@ def _build_cuda(
     progress.phase("capturing graphs")
     for done, total in runner.capture():
         progress.update(done, total, "graphs")
-    return runner, plan, "cuda-bfloat16"
+    return runner, plan, numerics_of(checkpoint, settings, "cuda", "bfloat16")
 
 
 def cubin_folder(settings: Settings) -> Path:

@@ -1,16 +1,19 @@
 """A model's CUDA kernels, compiled before the first start, on a machine that needs no GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from service.engine.build import (
     CUDA_MAX_RUNNING,
     CUPY_MISSING,
     cubin_folder,
     gpu_obstacle,
+    quantization_of,
     require_cuda_shapes,
+    shapes_of,
 )
 from service.errors import SettingsError
 from service.model.config import ModelConfig
@@ -61,17 +64,24 @@ def choose_archs(named: Sequence[str]) -> tuple[str, ...]:
 
 
 def compile_kernels(
-    config: ModelConfig, settings: Settings, archs: Sequence[str], *, vocab_size: int, progress: Progress
+    config: ModelConfig,
+    settings: Settings,
+    archs: Sequence[str],
+    *,
+    vocab_size: int,
+    progress: Progress,
+    group_sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> list[CompiledKernels]:
     """Compile into the folder where `serve` looks, whatever is not there yet.
 
-    `vocab_size`: ids that the tokenizer knows. A GPU whose number of multiprocessors is neither present nor
-    the usual one of its architecture may need a few kernels more; `serve` compiles those itself.
+    `vocab_size`: ids that the tokenizer knows. `group_sizes`: of the checkpoint's INT8 tensors.
+    A GPU whose number of multiprocessors is neither present nor the usual one of its architecture may need
+    a few kernels more; `serve` compiles those itself.
     Raises: SettingsError (shapes that the kernels are not written for, a folder that can't be written),
     KernelError with the compiler's log.
     """
     folder = cubin_folder(settings)
-    wanted = {arch: _kernels(config, settings, arch, vocab_size) for arch in archs}
+    wanted = {arch: _kernels(config, settings, arch, vocab_size, group_sizes) for arch in archs}
     missing = [
         (kernel, arch)
         for arch, kernels in wanted.items()
@@ -89,7 +99,9 @@ def compile_kernels(
     return [CompiledKernels(arch, len(wanted[arch]), new.count(arch), folder) for arch in archs]
 
 
-def _kernels(config: ModelConfig, settings: Settings, arch: str, vocab_size: int) -> list[KernelId]:
+def _kernels(
+    config: ModelConfig, settings: Settings, arch: str, vocab_size: int, group_sizes: Mapping[str, int]
+) -> list[KernelId]:
     from service.engine.cuda_kernels import kernels_of  # here: can't be imported without CuPy
 
     require_cuda_shapes(config, settings)
@@ -101,6 +113,8 @@ def _kernels(config: ModelConfig, settings: Settings, arch: str, vocab_size: int
         max_running=settings.max_running or CUDA_MAX_RUNNING,
         arch=arch,
         num_multiprocessors=device_multiprocessors() if is_present else None,
+        weights=shapes_of(config, settings, group_sizes),
+        quantization=quantization_of(settings, group_sizes),
     )
 
 

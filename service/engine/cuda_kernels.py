@@ -9,6 +9,7 @@ from service.engine.cuda_runner import BUCKETS, NARROWEST_TABLE
 from service.engine.runner import MAX_TOP_LOGPROBS
 from service.model.config import ModelConfig
 from service.model.decoder import Decoder
+from service.model.quantization import KEEP, Quantization
 from service.model.shapes import ShapeWeights
 from service.progress import NoProgress
 from service.tensor.backend import SampleArrays, SamplingArrays, StepArrays
@@ -24,15 +25,21 @@ def kernels_of(
     max_running: int,
     arch: str,
     num_multiprocessors: int | None = None,
+    weights: ShapeWeights | None = None,
+    quantization: Quantization = KEEP,
 ) -> list[KernelId]:
-    """Kernels of decode steps up to `max_running` requests and of mixed steps, in order of use."""
+    """Kernels of decode steps up to `max_running` requests and of mixed steps, in order of use.
+
+    `weights`: None: in floats, all of them.
+    """
     device = RecordingDevice(arch, num_multiprocessors)
     backend = RecordingBackend(device)
-    decoder = Decoder(config, ShapeWeights(config), backend, block_size, NoProgress())
+    shapes = weights or ShapeWeights(config)
+    decoder = Decoder(config, shapes, backend, block_size, NoProgress(), quantization)
     cache = decoder.new_cache(1, block_size)
     last_ids = Phantom((max_running,))
     batches = [bucket for bucket in BUCKETS if bucket < max_running] + [max_running]
-    for num_decode, num_rows in [*((batch, batch) for batch in batches), (0, 64), (1, 65)]:
+    for num_decode, num_rows in [*((batch, batch) for batch in batches), (0, 64), (1, 65), (0, 300)]:
         step = _step(num_decode, num_rows)
         samples = len(step.lanes)
         logits = Phantom((samples, vocab_size), np.dtype(np.float32))

@@ -30,6 +30,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     weights: WeightSource
     num_parameters: int
     fingerprint: str  # stands for the weights: changes whenever they do
+    group_sizes: dict[str, int] = {}  # of the tensors that are in INT8, by name
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

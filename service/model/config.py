@@ -125,12 +125,6 @@ def _architecture(raw: Mapping[str, Any], file: str) -> Architecture:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], file: str) -> None:
-    quantization = raw.get("quantization_config")
-    if quantization:
-        method = (
-            quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else "unknown"
-        )
-        raise UnsupportedModelError(f"{file}: weights quantised by {method} are not supported.")
     if raw.get("num_experts") or raw.get("num_local_experts"):
         raise UnsupportedModelError(f"{file}: mixture-of-experts models are not supported.")
     layer_types = raw.get("layer_types")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.model.config import ModelConfig
+from service.model.quantization import KEEP, Quantization
 from service.model.rope import rope_table
 from service.model.weights import LayerWeights, WeightSource
 from service.progress import Progress
@@ -59,17 +60,23 @@ class Decoder:
         backend: Backend,
         max_model_len: int,
         progress: Progress,
+        quantization: Quantization = KEEP,
     ) -> None:
         """Load the weights. `max_model_len`: positions that will be asked for."""
         self.config = config
         self._backend = backend
-        self._embedding = backend.linear([weights.embedding()])
+        in_layers, embedding_group = quantization.group_size, quantization.embedding_group_size
+        self._embedding = backend.linear([weights.embedding()], group_size=embedding_group)
         head = weights.head()
-        self._head = self._embedding if head is None else backend.linear([head])
+        self._head = (
+            self._embedding
+            if head is None
+            else backend.linear([head], group_size=quantization.head_group_size)
+        )
         self._final_norm = backend.vector(weights.final_norm())
         self._layers = []
         for index in range(config.num_layers):
-            self._layers.append(_load_layer(weights.layer(index), backend, config))
+            self._layers.append(_load_layer(weights.layer(index), backend, config, in_layers))
             progress.update(index + 1, config.num_layers, "layers")
         self._rope = backend.vector(rope_table(config.rope, config.head_dim, max_model_len))
         self._scale = config.head_dim**-0.5
@@ -135,18 +142,23 @@ class Decoder:
         backend.head_logits(x, self._final_norm, eps, self._head, batch, logits)
 
 
-def _load_layer(weights: LayerWeights, backend: Backend, config: ModelConfig) -> Layer:
+def _load_layer(
+    weights: LayerWeights, backend: Backend, config: ModelConfig, group_size: int | None
+) -> Layer:
     def vector(host: Any) -> Array | None:
         return None if host is None else backend.vector(host)
 
     def biases(host: Any) -> Any:
         return None if host is None else [host]
 
+    def linear(*arguments: Any, **layout: Any) -> Linear:
+        return backend.linear(*arguments, **layout, group_size=group_size)
+
     return Layer(
-        qkv=backend.linear(weights.qkv, weights.qkv_bias, weights.input_norm, pairs=config.head_dim // 2),
+        qkv=linear(weights.qkv, weights.qkv_bias, weights.input_norm, pairs=config.head_dim // 2),
         q_norm=vector(weights.q_norm),
         k_norm=vector(weights.k_norm),
-        o=backend.linear([weights.o], biases(weights.o_bias)),
-        gate_up=backend.linear(weights.gate_up, weights.gate_up_bias, weights.post_norm, pairs=config.ffn),
-        down=backend.linear([weights.down], biases(weights.down_bias)),
+        o=linear([weights.o], biases(weights.o_bias)),
+        gate_up=linear(weights.gate_up, weights.gate_up_bias, weights.post_norm, pairs=config.ffn),
+        down=linear([weights.down], biases(weights.down_bias)),
     )

@@ -21,6 +21,7 @@ from service.model.config import Architecture, ModelConfig, SamplingDefaults
 from service.model.gguf_tokenizer import tokenizer_spec
 from service.model.rope import RopeConfig
 from service.model.weights import EMBEDDING, FINAL_NORM, HEAD, NamedWeights, check_shapes, layer_name
+from service.tensor.quantized import QuantizedWeight
 
 Array = NDArray[Any]
 
@@ -41,6 +42,7 @@ _TYPES = {
     "Q5_K",
     "Q6_K",
 }
+_Q8_0_GROUP = 32
 _TOP = {"token_embd": EMBEDDING, "output_norm": FINAL_NORM, "output": HEAD}
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -81,8 +83,11 @@ def open_gguf(path: Path) -> Checkpoint:
     config = _config(fields, shapes, tensors, str(path))
     num_parameters = check_shapes(config, shapes, str(path))
 
-    def load(name: str) -> Array:
-        array = _as_floats(tensors[names[name]])
+    group_sizes = _kept_in_int8(tensors, names)
+
+    def load(name: str) -> Any:
+        tensor = tensors[names[name]]
+        array = _as_int8(tensor) if name in group_sizes else _as_floats(tensor)
         if config.architecture == "llama" and ".self_attn.q_proj." in name:
             return _unpermuted(array, config.heads)
         if config.architecture == "llama" and ".self_attn.k_proj." in name:
@@ -97,6 +102,7 @@ def open_gguf(path: Path) -> Checkpoint:
         weights=NamedWeights(config, load),
         num_parameters=num_parameters,
         fingerprint=file_fingerprint(path),
+        group_sizes=group_sizes,
     )
 
 
@@ -244,8 +250,25 @@ def _as_floats(tensor: Any) -> Array:
     return np.asarray(dequantize(data, tensor.tensor_type)).reshape(shape)
 
 
-def _unpermuted(array: Array, heads: int) -> Array:
+def _kept_in_int8(tensors: dict[str, Any], names: dict[str, str]) -> dict[str, int]:
+    """Group sizes of Q8_0 matrices, if all projections of layers are such; else all are dequantised."""
+    kinds = {name: tensors[theirs].tensor_type.name for name, theirs in names.items()}
+    projections = [kind for name, kind in kinds.items() if name.endswith("_proj.weight")]
+    if not projections or any(kind != "Q8_0" for kind in projections):
+        return {}
+    return {name: _Q8_0_GROUP for name, kind in kinds.items() if kind == "Q8_0"}
+
+
+def _as_int8(tensor: Any) -> QuantizedWeight:
+    """Q8_0: blocks of a float16 scale and 32 values."""
+    outputs, inputs = (int(n) for n in reversed(tensor.shape))
+    blocks = np.asarray(tensor.data).reshape(outputs, inputs // _Q8_0_GROUP, 2 + _Q8_0_GROUP)
+    scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)[:, :, 0]
+    values = np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8).reshape(outputs, inputs)
+    return QuantizedWeight(values, scales, _Q8_0_GROUP)
+
+
+def _unpermuted(array: Any, heads: int) -> Any:
     """Rows back in the half-rotated order: llama.cpp stores the pairs that RoPE turns side by side."""
-    paired = array.reshape(heads, -1, 2, *array.shape[1:])
-    unpermuted: Array = np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(array.shape)
-    return unpermuted
+    order = np.arange(len(array)).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
+    return array[order]

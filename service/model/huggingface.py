@@ -11,8 +11,9 @@ import msgspec
 from service.errors import ModelError
 from service.model.checkpoint import Checkpoint, TokenizerSpec
 from service.model.config import parse_config, parse_sampling_defaults
+from service.model.quantization import QuantizedTensors, read_scheme
 from service.model.safetensors_file import SafetensorsFile
-from service.model.weights import Array, NamedWeights, check_shapes, wanted_shapes
+from service.model.weights import NamedWeights, check_shapes, wanted_shapes
 
 _INDEX = "model.safetensors.index.json"
 
@@ -26,22 +27,25 @@ def open_directory(directory: Path) -> Checkpoint:
     where = {name: file for file in files for name in file.shapes}
     shapes = {name: shape for file in files for name, shape in file.shapes.items()}
     paths = {name: str(file.path) for name, file in where.items()}
-    num_parameters = check_shapes(config, shapes, str(directory), paths)
-    needed = set(wanted_shapes(config))
+    scheme = read_scheme(raw, str(directory / "config.json"))
+    quantized = QuantizedTensors(scheme, shapes, lambda name: where[name].tensor(name), str(directory))
+    num_parameters = check_shapes(config, quantized.shapes, str(directory), paths)
+    needed = {part for name in wanted_shapes(config) for part in quantized.files(name)}
+    packed = {part for name in quantized.group_sizes for part in quantized.files(name)}
+    for name in packed - where.keys():
+        raise ModelError(f"{directory}: the tensor {name} is missing; config.json says it is quantised.")
     for file in files:
-        file.check_dtypes(needed)
-
-    def tensor(name: str) -> Array:
-        return where[name].tensor(name)
+        file.check_dtypes(needed, packed)
 
     return Checkpoint(
         path=directory,
         config=config,
         sampling_defaults=parse_sampling_defaults(generation, str(directory / "generation_config.json")),
         tokenizer=read_tokenizer(directory),
-        weights=NamedWeights(config, tensor),
+        weights=NamedWeights(config, quantized),
         num_parameters=num_parameters,
         fingerprint=_fingerprint(raw, files),
+        group_sizes=quantized.group_sizes,
     )
 
 

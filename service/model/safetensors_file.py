@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from service.errors import ModelError
 
-_DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": bfloat16}
+_FLOATS: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": bfloat16}
+_DTYPES: dict[str, Any] = {**_FLOATS, "I8": np.int8, "I32": np.int32, "I64": np.int64}
 _MAX_HEADER = 100_000_000
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -44,13 +45,17 @@ class SafetensorsFile:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: shape for name, (_, shape, _, _) in self._entries.items()}
 
-    def check_dtypes(self, names: set[str]) -> None:
-        """Refuse dtypes that the model can't be loaded from, for those tensors that it needs."""
+    def check_dtypes(self, names: set[str], quantized: set[str] | None = None) -> None:
+        """Refuse dtypes that the model can't be loaded from, for those tensors that it needs.
+
+        `quantized`: the names of those that make up INT8 weights.
+        """
         for name in names & self._entries.keys():
             dtype = self._entries[name][0]
-            if dtype not in _DTYPES:
+            allowed = _DTYPES if quantized and name in quantized else _FLOATS
+            if dtype not in allowed:
                 raise ModelError(
-                    f"{self.path}: the tensor {name} is {dtype}; {', '.join(_DTYPES)} are supported."
+                    f"{self.path}: the tensor {name} is {dtype}; {', '.join(allowed)} are supported."
                 )
 
     def tensor(self, name: str, content: NDArray[np.uint8] | None = None) -> NDArray[Any]:

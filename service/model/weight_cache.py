@@ -62,6 +62,8 @@ def open_gguf_cached(path: Path, cache_dir: Path) -> Checkpoint:
     if cached is not None:
         return cached
     checkpoint = open_gguf(path)
+    if checkpoint.group_sizes:
+        return checkpoint  # INT8 weights are used as they lie in the file
     try:
         _write_entry(entry, checkpoint)
     except (OSError, SafetensorError) as error:  # the latter where the disk is full

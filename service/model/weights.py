@@ -6,12 +6,11 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from numpy.typing import NDArray
-
 from service.errors import ModelError
 from service.model.config import ModelConfig
+from service.tensor.quantized import QuantizedWeight
 
-Array = NDArray[Any]
+Array = Any  # of numpy; a projection, the embedding and the head may be QuantizedWeights
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -110,12 +109,25 @@ def check_shapes(
     return sum(map(prod, wanted.values()))
 
 
+def as_floats(value: Any) -> Any:
+    """An array or a tuple of them, INT8 ones as float32."""
+    if isinstance(value, tuple):
+        return tuple(map(as_floats, value))
+    return value.dequantize() if isinstance(value, QuantizedWeight) else value
+
+
+def uniform(parts: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Parts of a projection as they are, if all are floats or in INT8 with one group size; else floats."""
+    sizes = {part.group_size if isinstance(part, QuantizedWeight) else None for part in parts}
+    return parts if len(sizes) == 1 else tuple(map(as_floats, parts))
+
+
 class NamedWeights:
-    """A WeightSource over a function from names to arrays."""
+    """A WeightSource over a function from names to arrays, `tensor`."""
 
     def __init__(self, config: ModelConfig, tensor: Callable[[str], Array]) -> None:
         self._config = config
-        self._tensor = tensor
+        self.tensor = self._tensor = tensor
 
     def embedding(self) -> Array:
         return self._tensor(EMBEDDING)
@@ -134,7 +146,7 @@ class NamedWeights:
 
         def tensors(parts: tuple[str, ...], kind: str, are_there: bool = True) -> tuple[Array, ...] | None:
             names = [layer_name(index, f"{part}.{kind}") for part in parts]
-            return tuple(map(self._tensor, names)) if are_there else None
+            return uniform(tuple(map(self._tensor, names))) if are_there else None
 
         return LayerWeights(
             input_norm=self._tensor(layer_name(index, "input_layernorm.weight")),

@@ -9,11 +9,14 @@ All of it in float32 but for the rounding of the scale. A weight is off by at mo
 float16 holds with a fixed step. Source: Jacob et al. 2018, arXiv:1712.05877, section 2.1 (zero point 0).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from service.errors import ModelError
 
 Array = NDArray[Any]
 
@@ -57,7 +60,10 @@ class QuantizedWeight:
 
 
 def quantize(weight: Array, group_size: int) -> QuantizedWeight:
-    """Shapes: weight [out, in] of any float dtype, all finite and below 8 million."""
+    """Shapes: weight [out, in] of any float dtype.
+
+    Raises: ModelError: a weight is not finite, or so large that its scale would be.
+    """
     outputs, inputs = weight.shape
     groups = -(-inputs // group_size)
     values, scales = np.empty((outputs, inputs), np.int8), np.empty((outputs, groups), np.float16)
@@ -67,10 +73,26 @@ def quantize(weight: Array, group_size: int) -> QuantizedWeight:
         padded = np.zeros((len(weight[rows]), groups * group_size), np.float32)
         padded[:, :inputs] = weight[rows]
         grouped = padded.reshape(len(padded), groups, group_size)
-        scales[rows] = np.abs(grouped).max(axis=2, initial=0) / np.float32(127)
+        with np.errstate(over="ignore"):  # told below
+            scales[rows] = np.abs(grouped).max(axis=2, initial=0) / np.float32(127)
+        if not np.isfinite(scales[rows]).all():
+            raise ModelError(
+                f"A weight of shape {[outputs, inputs]} holds NaN, infinity or values too large."
+            )
         divisors = scales[rows].astype(np.float32)[:, :, None]
         divisors = np.where(divisors == 0, np.float32(1), divisors)  # a group of zeros, or next to it
         rounded = np.clip(np.rint(grouped / divisors), -127, 127)
         rounded = np.where(scales[rows][:, :, None] == 0, 0, rounded)
         values[rows] = rounded.reshape(len(padded), -1)[:, :inputs]
     return QuantizedWeight(values, scales, group_size)
+
+
+def join(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """The rows of all of them. They share a group size."""
+    if len(parts) == 1:
+        return parts[0]
+    return QuantizedWeight(
+        np.concatenate([part.values for part in parts]),
+        np.concatenate([part.scales for part in parts]),
+        parts[0].group_size,
+    )

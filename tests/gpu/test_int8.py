@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
+from service.errors import ModelError
 from service.tensor.cpu.embed import embed as embed_reference
 from service.tensor.cpu.gate_up_silu import gate_up_silu as gate_up_reference
 from service.tensor.cpu.head_logits import head_logits as head_reference
@@ -62,6 +63,17 @@ def test_layout_and_quantisation_are_those_of_the_formulas(
         out = cases.poisoned((outputs, inputs))
         unpack(backend.device, linear, out.data.ptr)
         cases.assert_same_bits(out, wanted)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e8])
+@pytest.mark.parametrize("dtype", [bfloat16, np.float32])
+def test_weights_that_are_not_finite_are_refused(
+    backend: Any, rng: np.random.Generator, bad: float, dtype: Any
+) -> None:
+    weight = cases.normal(rng, (40, 136)).astype(dtype)
+    weight[39, 135] = bad
+    with pytest.raises(ModelError, match=r"\[40, 136\] holds NaN"):
+        backend.linear([weight], group_size=32)
 
 
 @both
@@ -123,11 +135,11 @@ def test_qkv_rope_cache(
     rope = angles(300, shape.head_dim)
     cache = cases.normal(rng, (2, num_blocks, shape.kv_heads, shape.block_size, shape.head_dim))
     wanted, kept = np.empty((rows, shape.heads, shape.head_dim)), cases.exact(cache)
-    exact_norms = [None if array is None else cases.exact(array) for array in (q_norm, k_norm)]
+    exact_norms: Any = [None if array is None else cases.exact(array) for array in (q_norm, k_norm)]
+    exact_rope, given = cases.exact(rope), cases.exact(x)
     linear = reference(weight, group_size, None, norm)
-    qkv_reference(
-        cases.exact(x), 1e-5, linear, *exact_norms, cases.exact(rope), batch, kept[0], kept[1], wanted
-    )
+    exact_q, exact_k = exact_norms
+    qkv_reference(given, 1e-5, linear, exact_q, exact_k, exact_rope, batch, kept[0], kept[1], wanted)
     q, written = cases.poisoned(wanted.shape), cases.device(cache)
     ours = backend.linear([weight], None, norm, pairs=shape.head_dim // 2, group_size=group_size)
     norms = [cases.device(array) for array in (q_norm, k_norm)]

@@ -16,6 +16,7 @@ from service.tensor.cpu.paged_attention import paged_attention
 from service.tensor.cpu.qkv_rope_cache import qkv_rope_cache
 from service.tensor.cpu.sample import sample
 from service.tensor.cpu.scratch import Scratch
+from service.tensor.quantized import QuantizedWeight, join, quantize
 
 Array = NDArray[Any]
 
@@ -23,8 +24,9 @@ Array = NDArray[Any]
 class CpuBackend:
     """Implements Backend (service/tensor/backend.py, where the contracts are).
 
-    `dtype` is that of weights as they are kept: float32, bfloat16 (half the memory; each product widens
-    the weight first) or float64 (to check others against). Arithmetic is in float32, or float64 with it.
+    `dtype` is that of weights that are not in INT8, as they are kept: float32, bfloat16 (half the memory;
+    each product widens the weight first, as with INT8) or float64 (to check others against). Arithmetic
+    is in float32, or float64 with it.
     """
 
     device_name = "cpu"
@@ -64,7 +66,12 @@ class CpuBackend:
         pairs: int = 8,
         group_size: int | None = None,
     ) -> CpuLinear:
-        kept = [storable(part, self._storage_dtype) for part in parts]
-        weight = kept[0] if len(kept) == 1 else np.concatenate(kept)
+        if group_size is not None and not isinstance(parts[0], QuantizedWeight):
+            parts = [quantize(part, group_size) for part in parts]
+        if isinstance(parts[0], QuantizedWeight):
+            weight: Any = join(parts)
+        else:
+            kept = [storable(part, self._storage_dtype) for part in parts]
+            weight = kept[0] if len(kept) == 1 else np.concatenate(kept)
         bias = None if biases is None else self.vector(np.concatenate(biases))
         return CpuLinear(weight, bias, self.activation_dtype, None if norm is None else self.vector(norm))

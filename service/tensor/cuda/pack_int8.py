@@ -8,11 +8,12 @@ import numpy as np
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
+from service.errors import ModelError
 from service.tensor.cuda.device import CudaDevice, address
 from service.tensor.cuda.linear import CudaInt8Linear, packed_piece_bytes
 from service.tensor.quantized import QuantizedWeight
 
-_INT8, _BFLOAT16, _FLOAT32 = 0, 1, 2  # SOURCE of the kernel
+INT8, BFLOAT16, FLOAT32 = 0, 1, 2  # SOURCE of the kernel
 
 
 def pack_int8(
@@ -26,23 +27,29 @@ def pack_int8(
     """Arguments as those of Backend.linear; `bias` is on the device."""
     if isinstance(parts[0], QuantizedWeight):
         group_size = parts[0].group_size
-        source, kind = _gather([part.values for part in parts], np.int8), _INT8
+        source, kind = _gather([part.values for part in parts], np.int8), INT8
         scales = _gather([part.scales for part in parts], np.float16)
     else:
         is_narrow = all(part.dtype == bfloat16 for part in parts)
         source = _gather(parts, bfloat16 if is_narrow else np.float32)
-        kind, scales = (_BFLOAT16 if is_narrow else _FLOAT32), None
+        kind, scales = (BFLOAT16 if is_narrow else FLOAT32), None
     assert group_size is not None
     outputs, inputs = source.shape
     pieces = -(-inputs // 128)
     tiles = -(-outputs // 128) * 2  # of 64 rows; kernels may read two at once
     packed = cupy.empty(tiles * pieces * packed_piece_bytes(group_size), np.uint8)
-    defines = {"K": inputs, "GROUP": group_size, "NORM": 0, "SOURCE": kind}
-    kernel = device.kernel("pack_int8", defines, "ppiip", block=256)
-    arrays = address(source), address(scales)
-    kernel(device.stream, (tiles, pieces, 1), *arrays, outputs, pairs, address(packed))
+    kernel = device.kernel("pack_int8", pack_defines(inputs, group_size, kind), "ppiipp", block=256)
+    arrays, is_bad = (address(source), address(scales)), cupy.zeros(1, np.int32)
+    kernel(device.stream, (tiles, pieces, 1), *arrays, outputs, pairs, address(packed), address(is_bad))
+    if int(is_bad[0]):
+        raise ModelError(f"A weight of shape {[outputs, inputs]} holds NaN, infinity or values too large.")
     factors = None if norm is None else cupy.asarray(_in_order(norm, pieces))
     return CudaInt8Linear(packed, factors, bias, (outputs, inputs), group_size, pairs)
+
+
+def pack_defines(inputs: int, group_size: int, source: int) -> dict[str, int]:
+    """Of the kernel."""
+    return {"K": inputs, "GROUP": group_size, "NORM": 0, "SOURCE": source}
 
 
 def _gather(parts: Sequence[NDArray[Any]], dtype: Any) -> Any:

@@ -16,6 +16,7 @@ from service.tensor.backend import Array, HostArray
 from service.tensor.cuda.backend import CudaBackend
 from service.tensor.cuda.kernels import KernelId
 from service.tensor.cuda.linear import AnyLinear, CudaInt8Linear, CudaLinear
+from service.tensor.cuda.pack_int8 import BFLOAT16, FLOAT32, INT8, pack_defines
 
 _INT32 = np.dtype(np.int32)
 # of the cards most used: T4, A100, RTX 40 and L4, H100 and H200
@@ -120,8 +121,11 @@ class RecordingBackend(CudaBackend):
     ) -> AnyLinear:
         outputs, inputs = sum(len(part) for part in parts), parts[0].shape[1]
         bias = None if biases is None else self.empty((outputs,), np.float32)
-        group_size = getattr(parts[0], "group_size", group_size)
+        own_size = getattr(parts[0], "group_size", None)
+        group_size = own_size or group_size
         if group_size is not None:
+            for source in (INT8,) if own_size else (BFLOAT16, FLOAT32):
+                self.device.kernel("pack_int8", pack_defines(inputs, group_size, source), "")
             packed, factors = self.empty((1,), np.uint8), None if norm is None else self.vector(norm)
             return CudaInt8Linear(packed, factors, bias, (outputs, inputs), group_size, pairs)
         return CudaLinear(self.empty((outputs, inputs), bfloat16), bias)
