@@ -45,7 +45,7 @@ def run_perplexity(settings: Settings, text_file: Path, window: int, stride: int
         starts = list(range(0, max(1, len(ids) - window + stride), stride))
         for done, start in enumerate(starts, 1):
             part = ids[start : start + window]
-            first = 1 if start == 0 else window - stride  # the rest were told before
+            first = 1 if start == 0 else max(1, window - stride)  # the rest were told before
             if len(part) > first:
                 losses.append(scorer.losses(part, first))
             progress.update(done, len(starts), "windows")

@@ -42,6 +42,8 @@ MODELS = {
     ),
 }
 
+GROUP_SIZES = {"sm_90a": 128, "sm_80": 64, "sm_89": 32}  # of the same models in INT8
+
 Outcome = tuple[KernelId, bytes | KernelError]
 
 
@@ -66,20 +68,36 @@ def outcomes(request: pytest.FixtureRequest, cupy: Any) -> list[Outcome]:
 
 
 def representatives(arch: str) -> list[KernelId]:
-    of_models = {of_arch: all_kernels(config, arch) for of_arch, config in MODELS.items()}
+    of_models = {
+        of_arch: [*all_kernels(config, arch), *all_kernels(config, arch, GROUP_SIZES[of_arch])]
+        for of_arch, config in MODELS.items()
+    }
     if arch == "sm_75":  # compiles twenty times slower than sm_80: one of a file for all models together
-        return list({each.name: each for of_model in of_models.values() for each in of_model}.values())
+        return list({kind(each): each for of_model in of_models.values() for each in of_model}.values())
     found: dict[KernelId, None] = {}
     for of_arch, of_model in of_models.items():
-        one_each = {each.name: each for each in of_model}
+        one_each = {kind(each): each for each in of_model}
         found |= dict.fromkeys(of_model if of_arch == arch else one_each.values())
     return list(found)
 
 
-def all_kernels(config: ModelConfig, arch: str) -> list[KernelId]:
-    from service.engine.cuda_kernels import kernels_of  # here: can't be imported without CuPy
+def kind(kernel: KernelId) -> tuple[str, bool]:
+    """The file, and whether weights are in INT8."""
+    return kernel.name, dict(kernel.defines).get("GROUP", 0) > 0
 
-    return kernels_of(config, vocab_size=config.vocab_size, block_size=16, max_running=256, arch=arch)
+
+def all_kernels(config: ModelConfig, arch: str, group_size: int | None = None) -> list[KernelId]:
+    from service.engine.cuda_kernels import kernels_of  # here: can't be imported without CuPy
+    from service.model.quantization import Quantization
+
+    return kernels_of(
+        config,
+        vocab_size=config.vocab_size,
+        block_size=16,
+        max_running=256,
+        arch=arch,
+        quantization=Quantization(group_size=group_size),
+    )
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -122,7 +140,7 @@ barrier = Barrier(4)
 
 def compile_one(dim):
     barrier.wait()
-    return len(compile_cubin(KernelId("embed", (("DIM", dim), ("VOCAB", 1000))), "sm_80"))
+    return len(compile_cubin(KernelId("embed", (("K", dim), ("VOCAB", 1000), ("GROUP", 0))), "sm_80"))
 
 with ThreadPoolExecutor(4) as pool:
     print(*pool.map(compile_one, (64, 72, 80, 88)))
