@@ -1,7 +1,8 @@
 """Who may ask: API keys as an ASGI layer, and web pages of other origins (CORS).
 
 Once there are keys every route needs one, unknown ones too, so that nothing can be learnt without. Open are
-the probes, which nobody gives a key, and OPTIONS, which browsers send without one.
+the probes, which nobody gives a key, the chat page, which asks for one, and OPTIONS, which browsers send
+without one.
 """
 
 from collections.abc import Sequence
@@ -12,9 +13,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from openai_api.errors import INVALID, ApiError, ErrorBody
 from openai_api.fields import HEADER
+from openai_api.page import PREFIX
 from service.api_keys import ApiKey, find_key
 
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health"})
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health", "/"})
 METRICS_PATH = "/metrics"
 _EXPOSED = ("X-Request-Id", HEADER, "Retry-After", "X-Should-Retry")  # headers that scripts may read
 
@@ -56,7 +58,8 @@ class KeyCheck:
             await refusal.response()(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        if scope["method"] == "OPTIONS" or scope["path"] in self._open_paths:
+        path = scope["path"]
+        if scope["method"] == "OPTIONS" or path in self._open_paths or path.startswith(PREFIX):
             return None
         given = _bearer_token(scope)
         if given is None:

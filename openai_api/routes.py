@@ -4,18 +4,19 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from openai_api.api import Api
 from openai_api.chat import Chat
 from openai_api.completions import Completions
 from openai_api.health import Probes
 from openai_api.models import Models
+from openai_api.page import page_routes
 from openai_api.tokenize import Tokens
 from service import __version__
 
 
-def make_routes(api: Api) -> list[Route]:
+def make_routes(api: Api) -> list[BaseRoute]:
     models, probes, tokens = Models(api), Probes(api.health), Tokens(api)
 
     async def metrics(_http: Request) -> Response:
@@ -37,4 +38,5 @@ def make_routes(api: Api) -> list[Route]:
         Route("/readyz", probes.readyz),
         Route("/startupz", probes.startupz),
         Route("/metrics", metrics),
+        *page_routes(),
     ]

@@ -42,6 +42,8 @@ def test_the_wheel_holds_the_product_and_nothing_else(wheel: Path) -> None:
     for wanted in (
         "service/cli.py",
         "openai_api/routes.py",
+        "openai_api/static/index.html",
+        "openai_api/static/vendor/purify.js",
         "service/kernels/sample.cu",
         "service/config/default.toml",
     ):

@@ -42,7 +42,7 @@ async def test_a_wrong_base_is_told_the_right_one(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v2/models", "/v1/embeddings", "/v1/chat/completions/x", "/%00", "/v1"]
+    "path", ["/v2", "/v2/models", "/v1/embeddings", "/v1/chat/completions/x", "/%00", "/v1"]
 )
 async def test_an_unknown_path_is_a_404_of_openais_shape(path: str) -> None:
     async with client_of(ScriptedGenerator()) as client:

@@ -1,0 +1,111 @@
+// Conversations and settings, kept in this browser; the API key until the tab is closed.
+
+const CONVERSATIONS = "photoninfer.conversations";
+const SETTINGS = "photoninfer.settings";
+const KEY = "photoninfer.key";
+const ROLES = ["user", "assistant"];
+
+export const DEFAULTS = {
+  model: "", system: "", temperature: "", top_p: "", top_k: "", min_p: "", max_tokens: "", seed: "", stop: "",
+  thinks: true, theme: "auto",
+};
+
+function read(key, fallback) {
+  try {
+    return JSON.parse(localStorage.getItem(key)) ?? fallback;
+  } catch {
+    return fallback;
+  }
+}
+
+const asText = (value) => (typeof value === "string" ? value : "");
+
+// What an import may hold: anything else is dropped.
+function cleanMessage(raw) {
+  if (!raw || !ROLES.includes(raw.role)) return null;
+  const calls = Array.isArray(raw.calls) ? raw.calls : [];
+  return {
+    role: raw.role,
+    content: asText(raw.content),
+    reasoning: asText(raw.reasoning),
+    calls: calls.map((call) => ({ id: asText(call?.id), name: asText(call?.name), arguments: asText(call?.arguments) })),
+    figures: asText(raw.figures),
+    error: asText(raw.error),
+  };
+}
+
+function clean(raw) {
+  if (!raw || typeof raw !== "object" || !Array.isArray(raw.messages)) return null;
+  return {
+    id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`,
+    title: asText(raw.title).slice(0, 200),
+    changed: Number.isFinite(raw.changed) ? raw.changed : Date.now(),
+    messages: raw.messages.map(cleanMessage).filter(Boolean),
+  };
+}
+
+export class Store {
+  constructor(onFull) {
+    this.onFull = onFull;
+    this.conversations = read(CONVERSATIONS, []).filter((each) => Array.isArray(each?.messages));
+    this.settings = { ...DEFAULTS, ...read(SETTINGS, {}) };
+  }
+
+  get key() {
+    return sessionStorage.getItem(KEY) ?? "";
+  }
+
+  set key(value) {
+    sessionStorage.setItem(KEY, value);
+  }
+
+  create() {
+    const made = clean({ messages: [] });
+    this.conversations.unshift(made);
+    return made;
+  }
+
+  remove(conversation) {
+    this.conversations = this.conversations.filter((each) => each !== conversation);
+    this.save();
+  }
+
+  matching(words) {
+    const wanted = words.trim().toLowerCase();
+    const has = (value) => value.toLowerCase().includes(wanted);
+    return this.conversations
+      .filter((each) => each.messages.length)
+      .filter((each) => !wanted || has(each.title) || each.messages.some((message) => has(message.content)))
+      .sort((a, b) => b.changed - a.changed);
+  }
+
+  touch(conversation) {
+    conversation.changed = Date.now();
+    this.save();
+  }
+
+  save() {
+    try {
+      const kept = this.conversations.filter((each) => each.messages.length);
+      localStorage.setItem(CONVERSATIONS, JSON.stringify(kept));
+      localStorage.setItem(SETTINGS, JSON.stringify(this.settings));
+    } catch {
+      this.onFull();
+    }
+  }
+
+  exported() {
+    const kept = this.conversations.filter((each) => each.messages.length);
+    return JSON.stringify({ format: "photoninfer-conversations", version: 1, conversations: kept }, null, 1);
+  }
+
+  // Adds the conversations of an export; returns how many. Throws what JSON.parse throws, or a TypeError.
+  imported(content) {
+    const { format, conversations } = JSON.parse(content);
+    if (format !== "photoninfer-conversations" || !Array.isArray(conversations)) throw new TypeError("no export");
+    const found = conversations.map(clean).filter((each) => each?.messages.length);
+    this.conversations.unshift(...found);
+    this.save();
+    return found.length;
+  }
+}

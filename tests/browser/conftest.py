@@ -1,0 +1,57 @@
+"""A real browser on the chat page of a real server."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.server.server_process import ServerProcess, running_server
+
+_FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-sync",
+)
+
+
+@pytest.fixture(scope="session")
+def server(default_model: Path) -> Iterator[ServerProcess]:
+    with running_server("--offline", "--kv-cache-gib", "0.25", "--max-running", "8") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    if program is None:
+        reason = "Chromium is not installed (Debian: apt-get install chromium)"
+        if os.environ.get("CI"):  # noqa: TID251  not a setting of the service
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=program, args=list(_FLAGS))
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser: Browser, server: ServerProcess) -> Iterator[Page]:
+    """The page, ready, in a browser that has never seen it. Whatever it complains about fails the test."""
+    context = browser.new_context(base_url=f"http://127.0.0.1:{server.port}", reduced_motion="reduce")
+    context.set_default_timeout(30_000)
+    page = context.new_page()
+    complaints: list[str] = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on(
+        "console", lambda told: complaints.append(told.text) if "Content Security" in told.text else None
+    )
+    page.goto("/")
+    page.locator("#model", has_text="SmolLM2").wait_for()
+    yield page
+    context.close()
+    assert complaints == []
