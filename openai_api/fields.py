@@ -26,17 +26,10 @@ class Refused(msgspec.Struct, frozen=True):
     same_as: str | None = None  # a field whose value is allowed too
 
 
-_GRAMMAR = Refused(remedy="Structured output is not offered yet.")
+_GRAMMAR = Refused(remedy="Use response_format or structured_outputs.")
 _SAMPLER = Refused(remedy="This way of sampling is not offered.")
-_RESPONSE_FORMAT = Refused(({"type": "text"},), "Structured output is not offered yet.")
 
 _REFUSED_BY_BOTH: dict[str, Refused] = {
-    "response_format": _RESPONSE_FORMAT,
-    "structured_outputs": _GRAMMAR,
-    "guided_json": _GRAMMAR,
-    "guided_regex": _GRAMMAR,
-    "guided_choice": _GRAMMAR,
-    "guided_grammar": _GRAMMAR,
     "json_schema": _GRAMMAR,
     "grammar": _GRAMMAR,
     "echo": Refused((False,), "Prepend the prompt on your side."),

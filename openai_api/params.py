@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from openai_api.grammar import grammar_of
 from openai_api.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from service.errors import RequestError
 from service.text.generation import GenerationParams
@@ -37,6 +38,7 @@ def generation_params(
         stop=_stop(body.stop),
         stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
         logprobs=logprobs,
+        grammar=grammar_of(body),
         **{name: value for name, value in given.items() if value is not None},
     )
 

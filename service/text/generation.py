@@ -14,6 +14,8 @@ from service.errors import ContextLengthError, GenerationError, PhotonError, Req
 from service.model.config import SamplingDefaults
 from service.text.chat_template import ChatTemplate
 from service.text.choice_text import ChoiceText
+from service.text.grammar import GrammarSpec
+from service.text.matcher import Grammars, Matcher
 from service.text.tokenizer import LONG_TEXT, Tokenizer
 
 _StopReasons = dict[int, int | str]  # by stop token id: the id, or the stop string that it stands for
@@ -53,6 +55,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None  # None: none; k: chosen and k top ones
     n: int = 1
     priority: int = 0
+    grammar: GrammarSpec | None = None  # what the reply must match
 
 
 class Generation(Protocol):
@@ -85,11 +88,14 @@ class TextGenerator:
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         defaults: SamplingDefaults,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
+        """`eos_token_ids`: the engine's, with which a grammar ends."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._template = template
         self._defaults = defaults
+        self._grammars = Grammars(tokenizer, engine.vocab_size, eos_token_ids)
 
     @property
     def max_model_len(self) -> int:
@@ -161,13 +167,14 @@ class TextGenerator:
         Raises: ContextLengthError, RequestError, OverloadedError, EngineDeadError.
         """
         self._check(prompt_ids, params)
+        grammar = None if params.grammar is None else await self._grammars.compile(params.grammar)
         stop_reasons = self._stop_reasons(params)
         room = self.max_model_len - len(prompt_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         streams: list[OutputStream] = []
         try:
             for choice in range(params.n):
-                sampling = self._sampling(params, max_tokens, choice, tuple(stop_reasons))
+                sampling = self._sampling(params, max_tokens, choice, tuple(stop_reasons), grammar)
                 name = request_id if params.n == 1 else f"{request_id}-{choice}"
                 streams.append(
                     await self._engine.submit(
@@ -226,7 +233,12 @@ class TextGenerator:
         )
 
     def _sampling(
-        self, params: GenerationParams, max_tokens: int, choice: int, stop_token_ids: tuple[int, ...]
+        self,
+        params: GenerationParams,
+        max_tokens: int,
+        choice: int,
+        stop_token_ids: tuple[int, ...],
+        grammar: Matcher | None,
     ) -> SamplingParams:
         def chosen(name: str, fallback: float) -> Any:
             asked, recommended = getattr(params, name), getattr(self._defaults, name)
@@ -248,6 +260,7 @@ class TextGenerator:
             stop_token_ids=stop_token_ids,
             ignore_eos=params.ignore_eos,
             logprobs=params.logprobs,
+            constraint=None if grammar is None else grammar.copy(),
         )
 
 
