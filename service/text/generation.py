@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypedDict, Unpack
 
 import msgspec
 
+from service.engine.constraint import Constraint
 from service.engine.interface import EngineClient, OutputStream
 from service.engine.request import FinishReason, Output, SamplingParams, TokenLogprobs
 from service.errors import ContextLengthError, GenerationError, PhotonError, RequestError
@@ -15,7 +16,7 @@ from service.model.config import SamplingDefaults
 from service.text.chat_template import ChatTemplate
 from service.text.choice_text import ChoiceText
 from service.text.grammar import GrammarSpec
-from service.text.matcher import Grammars, Matcher
+from service.text.matcher import Grammars
 from service.text.tokenizer import LONG_TEXT, Tokenizer
 
 _StopReasons = dict[int, int | str]  # by stop token id: the id, or the stop string that it stands for
@@ -167,14 +168,14 @@ class TextGenerator:
         Raises: ContextLengthError, RequestError, OverloadedError, EngineDeadError.
         """
         self._check(prompt_ids, params)
-        grammar = None if params.grammar is None else await self._grammars.compile(params.grammar)
+        grammars = await self._started_grammars(params)
         stop_reasons = self._stop_reasons(params)
         room = self.max_model_len - len(prompt_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         streams: list[OutputStream] = []
         try:
             for choice in range(params.n):
-                sampling = self._sampling(params, max_tokens, choice, tuple(stop_reasons), grammar)
+                sampling = self._sampling(params, max_tokens, choice, tuple(stop_reasons), grammars[choice])
                 name = request_id if params.n == 1 else f"{request_id}-{choice}"
                 streams.append(
                     await self._engine.submit(
@@ -186,11 +187,19 @@ class TextGenerator:
                 await stream.close("error")
             raise
         choices = [
-            _Choice(index, stream, self._text_of(params), stop_reasons)
-            for index, stream in enumerate(streams)
+            _Choice(index, stream, self._text_of(params), stop_reasons, grammar)
+            for index, (stream, grammar) in enumerate(zip(streams, grammars, strict=True))
         ]
         is_clamped = params.max_tokens is not None and params.max_tokens > room
         return TextGeneration(choices, len(prompt_ids), max_tokens, is_clamped)
+
+    async def _started_grammars(self, params: GenerationParams) -> "list[_StartedGrammar | None]":
+        """One of its own for each choice."""
+        spec = params.grammar
+        if spec is None:
+            return [None] * params.n
+        matcher = await self._grammars.compile(spec)
+        return [_StartedGrammar(matcher.copy(), spec.field) for _ in range(params.n)]
 
     def _check(self, prompt_ids: list[int], params: GenerationParams) -> None:
         if not prompt_ids:
@@ -238,7 +247,7 @@ class TextGenerator:
         max_tokens: int,
         choice: int,
         stop_token_ids: tuple[int, ...],
-        grammar: Matcher | None,
+        grammar: "_StartedGrammar | None",
     ) -> SamplingParams:
         def chosen(name: str, fallback: float) -> Any:
             asked, recommended = getattr(params, name), getattr(self._defaults, name)
@@ -260,8 +269,15 @@ class TextGenerator:
             stop_token_ids=stop_token_ids,
             ignore_eos=params.ignore_eos,
             logprobs=params.logprobs,
-            constraint=None if grammar is None else grammar.copy(),
+            constraint=None if grammar is None else grammar.constraint,
         )
+
+
+class _StartedGrammar(msgspec.Struct, frozen=True):
+    """Where a choice is in its grammar, and the field that asked for it."""
+
+    constraint: Constraint
+    field: str
 
 
 class TextGeneration:
@@ -278,7 +294,8 @@ class TextGeneration:
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Deltas of all choices as they come.
 
-        Raises: GenerationError, EngineDeadError; the other choices are ended then.
+        Raises: GenerationError, EngineDeadError, RequestError (of a grammar that can't be followed); the
+            other choices are ended then.
         """
         try:
             async with aclosing(
@@ -326,9 +343,15 @@ class _Choice:
     """One choice: its outputs on the way to deltas."""
 
     def __init__(
-        self, index: int, stream: OutputStream, text: ChoiceText, stop_reasons: _StopReasons
+        self,
+        index: int,
+        stream: OutputStream,
+        text: ChoiceText,
+        stop_reasons: _StopReasons,
+        grammar: _StartedGrammar | None,
     ) -> None:
         self.stream = stream
+        self._grammar = grammar
         self._index = index
         self._text = text
         self._stop_reasons = stop_reasons
@@ -336,7 +359,7 @@ class _Choice:
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         async for output in self.stream:
             if output.finish_reason is FinishReason.ERROR:
-                raise GenerationError(output.error or "The request failed.")
+                raise self._failure(output.error or "The request failed.")
             if output.finish_reason is FinishReason.CANCELLED:
                 return
             delta = self._read(output)
@@ -345,6 +368,13 @@ class _Choice:
                 yield delta
                 return
             yield delta
+
+    def _failure(self, message: str) -> PhotonError:
+        """The client's own if its grammar is to blame."""
+        grammar = self._grammar
+        if grammar is None or grammar.constraint.failure is None:
+            return GenerationError(message)
+        return RequestError(f"{grammar.field}: {message}", field=grammar.field)
 
     def _read(self, output: Output) -> Delta:
         text = self._text

@@ -11,17 +11,18 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
-from service.errors import OverloadedError, RequestError
+from service.errors import OverloadedError
 from service.text.grammar import GrammarSpec, llguidance_grammar, refusal
 from service.text.tokenizer import Tokenizer
 
 COMPILE_SECONDS = 10.0
 _MAX_CACHED = 64  # compiled grammars
 _NUM_THREADS = 2
-# llguidance descends by recursion, 3 to 16 KB for a $ref or a rule of a chain: of the longest texts that are
-# taken some would overflow 8 MiB, which kills the process. Only what is touched takes memory.
+# llguidance descends by recursion, 3 to 16 KB for a $ref or a rule of a chain: of the longest texts that
+# are taken some would overflow 8 MiB, which kills the process. Only what is touched takes memory.
 _STACK_BYTES = 256 << 20
 _LIMITS = LLParserLimits(verbose_errors=False)
+_NO_WAY_ON = "Nothing that the tokens of this model can spell matches the grammar from here on."
 
 
 class Grammars:
@@ -111,7 +112,7 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> None:
         special = sorted(each for each in tokenizer.special_ids if each < vocab_size)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
         self.eos_token_ids = eos_token_ids or [vocab_size]
         if not eos_token_ids:
@@ -122,7 +123,8 @@ class _Vocabulary:
             self.tokens[token_id] = b"\xff" + self.tokens[token_id]  # by this mark llguidance knows them
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode(errors="replace"), allow_special=False)
+        ids = self._tokenizer.encode(text.decode(errors="replace"), allow_special=False)
+        return [each for each in ids if each < self._vocab_size]
 
 
 class Matcher:
@@ -170,9 +172,14 @@ class Matcher:
         self._raw.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         may_end = bool((self._mask & self._eos_bits).any())
         if self._raw.is_error():
-            reason = " ".join(self._raw.get_error().replace("<non-verbose/>", "").split())
-            self._failure = f"The grammar can't be followed any further: {reason[:200]}"
+            reason = self._raw.get_error().partition("<backtrace>")[0].replace("<non-verbose/>", "")
+            if "NoExtension" in reason:
+                self._failure = _NO_WAY_ON
+            else:
+                self._failure = (
+                    f"The grammar can't be followed any further: {' '.join(reason.split())[:200]}"
+                )
         elif may_end:
             self._is_over = not (self._mask & ~self._eos_bits).any()
         elif not self._mask.any():
-            self._failure = "The grammar asks for text that no token of this model has."
+            self._failure = _NO_WAY_ON

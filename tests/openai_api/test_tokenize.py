@@ -13,7 +13,7 @@ from openai_api.protocol import MAX_DETOKENIZE
 from service import __version__
 from tests.engine.fake_runner import VOCAB
 from tests.openai_api.scripted import MODEL, ScriptedGenerator, client_of, make_api, post
-from tests.openai_api.test_with_engine import LETTERS, SPECIAL, whole_server
+from tests.openai_api.whole_server import LETTERS, SPECIAL, whole_server
 
 USER = {"role": "user", "content": "hi."}
 

@@ -83,11 +83,16 @@ def byte_level_json(special: tuple[str, ...] = CHATML_TOKENS, adds_bos: bool = F
 
 @cache
 def make_tokenizer(family: str = "chatml") -> Tokenizer:
-    """Of "chatml" (no BOS), "llama3" (BOS from the post-processor), "qwen3", "pieces" or "smollm2"."""
+    """Of "chatml" (no BOS), "llama3" (BOS from the post-processor), "qwen3", "pieces", "letters" (a, b, c
+    and nothing else) or "smollm2"."""
     if family == "smollm2":
         return Tokenizer(smollm2_spec())
     if family == "pieces":
         return Tokenizer(spec_of(pieces_json(), "<s>", "</s>"))
+    if family == "letters":
+        raw = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2}, []))
+        raw.decoder = decoders.ByteLevel()
+        return Tokenizer(spec_of(raw.to_str()))
     if family == "llama3":
         return Tokenizer(
             spec_of(byte_level_json(LLAMA3_TOKENS, adds_bos=True), LLAMA3_TOKENS[0], "<|eot_id|>")
