@@ -67,7 +67,6 @@ REFUSED_BY_CHAT: dict[str, Refused] = {
     "audio": Refused(remedy="Only text is generated."),
     "prediction": Refused(remedy="Predicted outputs are not offered."),
     "web_search_options": Refused(remedy="Web search is not offered."),
-    "reasoning_effort": Refused(remedy="Use chat_template_kwargs if the template has a switch."),
     "verbosity": Refused(("medium",), "Say in a message how long the answer should be."),
     "documents": Refused(([],), "Put the documents into a message."),
     "chat_template": Refused(remedy="The model's own chat template is used; render on your side and use "
@@ -97,7 +96,6 @@ HARMLESS: dict[str, str] = {
     "prompt_cache_key": "the prefix cache needs no key",
     "prompt_cache_retention": "the prefix cache evicts by use",
     "return_token_ids": "token ids are not returned",
-    "include_reasoning": "reasoning is part of the text",
 }
 
 

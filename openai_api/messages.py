@@ -23,11 +23,9 @@ def _template_message(message: Message, at: str) -> dict[str, Any]:
         if getattr(message, name):
             raise UnsupportedFieldError(f"{at}.{name} is not supported yet.", field=f"{at}.{name}")
     given = {"role": message.role, "content": _content(message, f"{at}.content")}
-    for name in ("name", "reasoning_content", "tool_call_id"):
-        value = getattr(message, name)
-        if value is not None:
-            given[name] = value
-    return given
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    more = {"name": message.name, "reasoning_content": reasoning, "tool_call_id": message.tool_call_id}
+    return given | {name: value for name, value in more.items() if value is not None}
 
 
 def _content(message: Message, at: str) -> str:

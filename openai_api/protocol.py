@@ -32,6 +32,7 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 GrammarText = Annotated[str, Meta(min_length=1)]
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 FinishReason = str
 
 
@@ -127,6 +128,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     refusal: str | None = None  # the assistant's, instead of content
     reasoning_content: str | None = None  # the assistant's, for templates that know it
+    reasoning: str | None = None  # the same under its newer name
     tool_call_id: str | None = None
     tool_calls: list[Any] | None = None  # refused if any
     function_call: Any = None  # refused
@@ -141,6 +143,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None  # "none" turns thinking off, all others turn it on
+    include_reasoning: bool | None = None  # false: thinking is counted, but not sent
     add_generation_prompt: bool | None = None  # default: true, unless continue_final_message
     continue_final_message: bool | None = None
 
@@ -163,6 +167,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,6 +228,8 @@ class CompletionLogprobs(msgspec.Struct):
 class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # the older name of reasoning; both are sent
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -245,9 +252,11 @@ class ChatChunk(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET  # the older name of reasoning; both are sent
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):

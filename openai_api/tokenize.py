@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openai_api.api import Api
-from openai_api.chat import encode_messages
+from openai_api.chat_prompt import make_prompt
 from openai_api.fields import HEADER, REFUSED_BY_CHAT, header_value, ignored_fields
 from openai_api.json_body import read_object
 from openai_api.protocol import (
@@ -35,7 +35,6 @@ _REFUSED = {
         "functions",
         "documents",
         "chat_template",
-        "reasoning_effort",
         "add_special_tokens",
         "truncate_prompt_tokens",
     }
@@ -83,8 +82,9 @@ async def _encode(generator: TextGenerator, body: TokenizeRequest) -> list[int]:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning_effort,
     )
-    return await encode_messages(generator, chat)
+    return (await make_prompt(generator, chat)).ids
 
 
 def _json(body: msgspec.Struct, ignored: list[str]) -> Response:

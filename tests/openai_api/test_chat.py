@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from openai_api.api import Limits
 from service.errors import GenerationError, KernelError, OverloadedError
-from service.text.generation import Delta, GenerationParams
+from service.text.choice import Delta
+from service.text.generation import GenerationParams
 from tests.openai_api.scripted import (
     CHAT,
     MODEL,

@@ -196,7 +196,7 @@ async def test_whatever_would_change_the_answer_is_refused_and_null_never_is(
         (CHAT_URL, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         (CHAT_URL, {"tool_choice": "required"}),
         (CHAT_URL, {"modalities": ["text", "audio"]}),
-        (CHAT_URL, {"reasoning_effort": "low"}),
+        (CHAT_URL, {"verbosity": "low"}),
         (COMPLETIONS_URL, {"suffix": "x"}),
         (COMPLETIONS_URL, {"best_of": 3}),
         (COMPLETIONS_URL, {"best_of": True}),

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from openai_api.api import Api
 from openai_api.health import Health
@@ -24,10 +24,15 @@ from tests.openai_api.scripted import MODEL
 BLOCK = 4
 SPECIAL = ["<|im_end|>", "<|im_start|>"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz .:?\n"
+THINK_TAGS = ["<think>", "</think>"]
 SIGNS = '{}",<>/_'  # for JSON and tags
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# as Qwen3's: thinking is left to the model, or off by an empty one in the prompt
+THINKING_TEMPLATE = TEMPLATE + (
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 )
 
 
@@ -36,7 +41,7 @@ def make_tokenizer() -> Tokenizer:
     letter_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
     texts = [letter_of(letter)[0][0] for letter in LETTERS + SIGNS]
     parts = list(letter_of("\U0001fae0")[0][0])
-    tokens = [*SPECIAL, *texts, *parts]
+    tokens = [*SPECIAL, *THINK_TAGS, *texts, *parts]
     merges = list(pairwise(texts))[: VOCAB - len(tokens)]
     tokens += [first + second for first, second in merges]
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
@@ -44,6 +49,7 @@ def make_tokenizer() -> Tokenizer:
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
     raw.add_special_tokens(SPECIAL)
+    raw.add_tokens([AddedToken(tag, normalized=False) for tag in THINK_TAGS])
     return Tokenizer(
         TokenizerSpec(tokenizer_json=raw.to_str(), chat_template=TEMPLATE, eos_token=SPECIAL[0])
     )
@@ -62,6 +68,7 @@ class Whole:
 
 @asynccontextmanager
 async def whole_server(**options: Any) -> AsyncIterator[Whole]:
+    """`template`: of chats. `max_model_len`, `max_waiting`: of the engine."""
     tokenizer, metrics = make_tokenizer(), Metrics()
     runner = FakeRunner(256, BLOCK, 8)
     engine = Engine(
@@ -76,9 +83,8 @@ async def whole_server(**options: Any) -> AsyncIterator[Whole]:
         max_waiting=options.pop("max_waiting", 100),
         observer=metrics,
     )
-    generator = TextGenerator(
-        engine, tokenizer, ChatTemplate(TEMPLATE, tokenizer), SamplingDefaults(), eos_token_ids=(0,)
-    )
+    template = ChatTemplate(options.pop("template", TEMPLATE), tokenizer)
+    generator = TextGenerator(engine, tokenizer, template, SamplingDefaults(), eos_token_ids=(0,))
     health = Health(is_ready=True, engine_failure=lambda: engine.failure)
     await engine.start()
     try:

@@ -28,6 +28,36 @@ LLAMA3 = (
     "{{- message.content | trim + '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
+# After the prompt format that Meta describes for tools as JSON: they stand in the user's first message.
+LLAMA3_WITH_TOOLS = """
+{{- bos_token }}
+{%- set ns = namespace(tools_are_due=(tools is not none and tools)) %}
+{%- for message in messages %}
+    {%- set role = 'ipython' if message.role == 'tool' else message.role %}
+    {{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}
+    {%- if message.role == 'user' and ns.tools_are_due %}
+        {%- set ns.tools_are_due = false %}
+        {{- 'These functions can be called. To call one, reply with nothing but JSON in this form: ' }}
+        {{- '{"name": name of the function, "parameters": object of its arguments}.\\n\\n' }}
+        {%- for tool in tools %}{{- tool | tojson(indent=4) + '\\n\\n' }}{% endfor %}
+    {%- endif %}
+    {%- if message.tool_calls %}
+        {%- if message.tool_calls | length > 1 %}
+            {{- raise_exception('Only one call at a time is possible.') }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}' }}
+    {%- elif message.role == 'tool' %}
+        {{- message.content | tojson if message.content is not string else message.content }}
+    {%- else %}
+        {{- message.content | trim }}
+    {%- endif %}
+    {{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
 QWEN3 = """
 {%- if messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
