@@ -31,6 +31,7 @@ from openai_api.protocol import (
 from openai_api.reply_parts import MessageFold, ReplyParts
 from openai_api.run import Run
 from openai_api.sse import EventStream
+from openai_api.tools import tool_use
 from service.text.choice import Delta
 from service.text.generation import TextGenerator
 from service.text.reply import ReplyParser
@@ -50,9 +51,12 @@ class Chat:
         body, ignored = _decode(await read_object(http))
         stamp = Stamp.new("chatcmpl", self._api.served_name(body.model), self._api.system_fingerprint)
         asked_by, max_tokens = chat_max_tokens(body)
-        params = generation_params(body, max_tokens=max_tokens, logprobs=num_chat_logprobs(body))
+        tools = tool_use(body, generator.chat_format)
+        params = generation_params(
+            body, max_tokens=max_tokens, logprobs=num_chat_logprobs(body), grammar=tools.grammar
+        )
         self._api.check_choices(params.n, "n")
-        prompt = await make_prompt(generator, body)
+        prompt = await make_prompt(generator, body, tools.shown)
         params = msgspec.structs.replace(params, thinking=prompt.thinking)
 
         run = await Run.start(generator, [prompt.ids], params, stamp.id, self._api.timeout_of(body.timeout))
@@ -61,7 +65,8 @@ class Chat:
             ignored.append(f"{asked_by};clamped={run.clamped_max_tokens}")
         ignored += ignored_effort(body, generator.chat_format)
         parts = ReplyParts(
-            lambda: ReplyParser(prompt.thinking, None), has_reasoning=body.include_reasoning is not False
+            lambda: ReplyParser(prompt.thinking, tools.form, tools.names),
+            has_reasoning=body.include_reasoning is not False,
         )
         reply = ChatReply(generator, run, stamp, UsageWishes.of(body), parts)
         limits = self._api.limits

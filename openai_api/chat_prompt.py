@@ -1,5 +1,6 @@
 """A chat request -> the ids of its prompt, and how a reply to it begins."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,8 +18,10 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     thinking: Thinking
 
 
-async def make_prompt(generator: TextGenerator, body: ChatRequest) -> ChatPrompt:
-    """Raises: RequestError naming message and field."""
+async def make_prompt(
+    generator: TextGenerator, body: ChatRequest, tools: Sequence[Mapping[str, Any]]
+) -> ChatPrompt:
+    """`tools`: as the template is to show them. Raises: RequestError naming message and field."""
     messages = template_messages(body)
     is_continued = bool(body.continue_final_message)
     if is_continued and body.add_generation_prompt:
@@ -30,6 +33,7 @@ async def make_prompt(generator: TextGenerator, body: ChatRequest) -> ChatPrompt
     wants_prompt = body.add_generation_prompt
     text, ids = await generator.render_chat(
         messages,
+        tools=tools,
         add_generation_prompt=not is_continued if wants_prompt is None else wants_prompt,
         continue_final_message=is_continued,
         template_kwargs=template_arguments(body, generator.chat_format),

@@ -59,10 +59,8 @@ _REFUSED_BY_BOTH: dict[str, Refused] = {
 
 REFUSED_BY_CHAT: dict[str, Refused] = {
     **_REFUSED_BY_BOTH,
-    "tools": Refused(([],), "Tools are not offered yet."),
-    "tool_choice": Refused(("none", "auto"), "Tools are not offered yet."),
-    "functions": Refused(([],), "Tools are not offered yet."),
-    "function_call": Refused(("none", "auto"), "Tools are not offered yet."),
+    "functions": Refused(([],), "Use tools, its newer form."),
+    "function_call": Refused(("none", "auto"), "Use tool_choice, its newer form."),
     "modalities": Refused((["text"],), "Only text is generated."),
     "audio": Refused(remedy="Only text is generated."),
     "prediction": Refused(remedy="Predicted outputs are not offered."),
@@ -92,7 +90,6 @@ HARMLESS: dict[str, str] = {
     "metadata": "not stored",
     "store": "nothing is stored",
     "service_tier": "there is one tier",
-    "parallel_tool_calls": "there are no tools",
     "prompt_cache_key": "the prefix cache needs no key",
     "prompt_cache_retention": "the prefix cache evicts by use",
     "return_token_ids": "token ids are not returned",

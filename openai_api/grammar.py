@@ -32,7 +32,7 @@ def grammar_of(body: GenerationRequest) -> GrammarSpec | None:
     if not given:
         _check_outputs(body)
         return None
-    _check_ends(body, given[0][0])
+    check_ends(body, given[0][0])
     field, kind, value = given[0]
     return GrammarSpec(
         kind=kind, text=value if isinstance(value, str) else _as_json(value, field), field=field
@@ -70,8 +70,8 @@ def _check_outputs(body: GenerationRequest) -> None:
         raise RequestError(message, field="structured_outputs")
 
 
-def _check_ends(body: GenerationRequest, field: str) -> None:
-    """Where a reply ends is up to its grammar."""
+def check_ends(body: GenerationRequest, field: str) -> None:
+    """Where a reply ends is up to its grammar. Raises: RequestError."""
     for name in ("ignore_eos", "min_tokens"):
         if getattr(body, name):
             raise RequestError(f"{name} does not go with {field}, which says where to end.", field=name)

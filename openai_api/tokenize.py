@@ -19,6 +19,7 @@ from openai_api.protocol import (
     TokenizeRequest,
     to_struct,
 )
+from openai_api.tools import tool_use
 from service.errors import RequestError
 from service.text.generation import TextGenerator
 
@@ -31,7 +32,6 @@ _REFUSED = {
     for name, rule in REFUSED_BY_CHAT.items()
     if name
     in {
-        "tools",
         "functions",
         "documents",
         "chat_template",
@@ -83,8 +83,11 @@ async def _encode(generator: TextGenerator, body: TokenizeRequest) -> list[int]:
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=body.reasoning_effort,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
     )
-    return (await make_prompt(generator, chat)).ids
+    tools = tool_use(chat, generator.chat_format)
+    return (await make_prompt(generator, chat, tools.shown)).ids
 
 
 def _json(body: msgspec.Struct, ignored: list[str]) -> Response:

@@ -84,14 +84,15 @@ class CallScanner:
 
     def _take_whole(self, text: str, behind: str) -> tuple[str, str]:
         call = _json_or_none(text)
-        if not isinstance(call, dict) or call.get("name", "") not in self._names:
+        name = call.get("name") if isinstance(call, dict) else None
+        if not isinstance(call, dict) or not isinstance(name, str) or name not in self._names:
             return self._refuse(text + behind, len(text))
         arguments: object = next((call[key] for key in ("arguments", "parameters") if key in call), {})
         if isinstance(arguments, str):  # JSON in a string
             arguments = _json_or_none(arguments)
         if not isinstance(arguments, dict):
             return self._refuse(text + behind, len(text))
-        self.name, self.stage = call["name"], Stage.DONE
+        self.name, self.stage = name, Stage.DONE
         return json.dumps(arguments, ensure_ascii=False), behind
 
     def _refuse(self, whole: str, end: int) -> tuple[str, str]:

@@ -130,6 +130,7 @@ class TextGenerator:
                 field="messages",
             )
         num_chars = sum(100 + len(str(message.get("content") or "")) for message in messages)
+        num_chars += sum(len(str(message.get("tool_calls") or "")) for message in messages)
         if num_chars < LONG_TEXT and not options.get("tools"):
             return self._template.encode(messages, **options)
         return await asyncio.to_thread(self._template.encode, messages, **options)

@@ -17,7 +17,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from service.errors import RequestError
 
 # Characters. Compiling costs more than in proportion: 50,000 of `a?` take 28 s, 4,000 take 0.1 s.
-MAX_CHARS = {"json": 128_000, "choice": 128_000, "grammar": 32_000, "regex": 8_000}
+MAX_CHARS = {"json": 128_000, "choice": 128_000, "grammar": 32_000, "regex": 8_000, "tools": 256_000}
 WHITE_SPACE = r"\n?[ \t]{0,40}"  # between two tokens of JSON: a line break, and indentation
 
 _JSON_OPTIONS: Any = {
@@ -40,9 +40,10 @@ _QUOTED = re.compile(
 class GrammarSpec(msgspec.Struct, frozen=True):
     """What a reply must match. `text`: JSON of a schema, or of a list of choices; a regex; a grammar."""
 
-    kind: Literal["json", "regex", "choice", "grammar"]
+    kind: Literal["json", "regex", "choice", "grammar", "tools"]  # "tools": a grammar of tool_grammar.py
     text: str
     field: str  # the request's field that asks for it
+    parts: tuple["GrammarSpec", ...] = ()  # schemas within `text`: one of them may be to blame for all
 
 
 def llguidance_grammar(spec: GrammarSpec) -> str:
@@ -50,14 +51,14 @@ def llguidance_grammar(spec: GrammarSpec) -> str:
 
     Raises: RequestError naming the field: too long, no JSON, or something that is refused by name.
     """
-    limit = MAX_CHARS[spec.kind]
-    if len(spec.text) > limit:
-        raise refusal(spec, f"{len(spec.text)} characters are too many; at most {limit}.")
+    _check_length(spec)
     try:
         if spec.kind == "json":
             return _of_schema(spec)
         if spec.kind == "choice":
             return str(LLMatcher.grammar_from_regex(choice_regex(json.loads(spec.text))))
+        if spec.kind == "tools":
+            return str(LLMatcher.grammar_from_lark(spec.text))
         if spec.kind == "regex":
             return str(LLMatcher.grammar_from_regex(spec.text))
         return _of_grammar(spec)
@@ -82,23 +83,42 @@ def _literal(letter: str) -> str:
     return letter if letter.isalnum() or not letter.isascii() else f"\\x{{{ord(letter):x}}}"
 
 
+def _check_length(spec: GrammarSpec) -> None:
+    limit = MAX_CHARS[spec.kind]
+    if len(spec.text) > limit:
+        raise refusal(spec, f"{len(spec.text)} characters are too many; at most {limit}.")
+
+
+def embedded_schema(spec: GrammarSpec) -> str:
+    """A schema as a part of a Lark grammar. Raises: RequestError naming the field."""
+    _check_length(spec)
+    return f"%json {json.dumps({**_checked_schema(spec), 'x-guidance': _JSON_OPTIONS})}"
+
+
 def _of_schema(spec: GrammarSpec) -> str:
-    try:
-        schema = json.loads(spec.text)
-    except ValueError as error:
-        raise refusal(spec, f"no valid JSON: {error}.") from None
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        raise refusal(spec, "a JSON schema is an object, such as {...}.")
-    for each in _schemas_in(schema):
-        _check_schema(spec, each)
+    schema = _checked_schema(spec)
     try:
         return str(
             LLMatcher.grammar_from_json_schema(spec.text if schema else "{}", overrides=_JSON_OPTIONS)
         )
     except ValueError as error:
         raise refusal(spec, str(error)) from None
+
+
+def _checked_schema(spec: GrammarSpec) -> dict[str, Any]:
+    try:
+        schema = json.loads(spec.text)
+    except ValueError as error:
+        raise refusal(spec, f"no valid JSON: {error}.") from None
+    except RecursionError:
+        raise refusal(spec, "nested too deeply.") from None
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise refusal(spec, "a JSON schema is an object, such as {...}.")
+    for each in _schemas_in(schema):
+        _check_schema(spec, each)
+    return schema
 
 
 def _check_schema(spec: GrammarSpec, schema: Mapping[str, Any]) -> None:

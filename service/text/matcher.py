@@ -11,7 +11,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
-from service.errors import OverloadedError
+from service.errors import OverloadedError, RequestError
 from service.text.grammar import GrammarSpec, llguidance_grammar, refusal
 from service.text.tokenizer import Tokenizer
 
@@ -79,6 +79,14 @@ class Grammars:
         return pool
 
     def _compile(self, spec: GrammarSpec) -> "Matcher":
+        try:
+            return self._compile_whole(spec)
+        except RequestError:
+            for part in spec.parts:
+                self._compile_whole(part)  # the one to blame raises
+            raise
+
+    def _compile_whole(self, spec: GrammarSpec) -> "Matcher":
         text = llguidance_grammar(spec)
         with self._lock:
             vocabulary, eos_bits = self._vocabulary

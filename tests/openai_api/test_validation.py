@@ -194,7 +194,7 @@ async def test_whatever_would_change_the_answer_is_refused_and_null_never_is(
     ("path", "asked"),
     [
         (CHAT_URL, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-        (CHAT_URL, {"tool_choice": "required"}),
+        (CHAT_URL, {"functions": [{"name": "f"}]}),
         (CHAT_URL, {"modalities": ["text", "audio"]}),
         (CHAT_URL, {"verbosity": "low"}),
         (COMPLETIONS_URL, {"suffix": "x"}),
