@@ -19,6 +19,7 @@ from tests.openai_api.scripted import (
     post,
     served,
 )
+from tests.openai_api.whole_server import TOOLS_TEMPLATE, chat, whole_server
 
 URL = "/v1/chat/completions"
 QWEN3 = ChatFormat(ThinkingTags(1, 2, True), HERMES)
@@ -388,3 +389,50 @@ async def test_the_sdk_reads_calls_plain_and_streamed_and_sends_them_back() -> N
     assert "tool_calls.function.arguments.done" in {event.type for event in events}
     assert last.choices[0].message.content == "Sunny."
     assert generator.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
+
+
+# the whole way, over the engine with random ids
+
+
+def letters_tool(name: str) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+              "additionalProperties": False}  # fmt: skip
+    return {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [("required", {"alpha", "beta"}), ({"type": "function", "function": {"name": "beta"}}, {"beta"})],
+)
+async def test_calls_that_must_come_do_and_keep_to_the_schema(choice: Any, names: set[str]) -> None:
+    seen = []
+    async with whole_server(template=TOOLS_TEMPLATE, max_model_len=2000) as server:
+        for text in "abcd":
+            asked = {
+                **chat(text, tools=[letters_tool("alpha"), letters_tool("beta")], tool_choice=choice),
+                "max_tokens": 1500,
+                "parallel_tool_calls": False,
+            }
+            plain = plain_message((await post(server.api, URL, asked)).json())
+            streamed = rebuilt(events_of(await post(server.api, URL, {**asked, "stream": True})))
+            seen.append(plain)
+            assert streamed == plain
+
+    for message in seen:
+        ((name, arguments),) = message["calls"]
+        assert name in names
+        assert set(json.loads(arguments)) == {"ok"}
+        assert message["content"] == ""
+        assert message["finish_reason"] == "tool_calls"
+
+
+async def test_a_schema_that_can_not_be_kept_to_is_a_400_before_admission() -> None:
+    bad = letters_tool("alpha")
+    bad["function"]["parameters"]["properties"]["ok"] = {"type": "foo"}
+    async with whole_server(template=TOOLS_TEMPLATE, max_model_len=2000) as server:
+        reply = await post(server.api, URL, chat("a", tools=[letters_tool("beta"), bad]))
+        num_submitted = server.engine._num_submitted
+
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "tools[1].function.parameters"
+    assert num_submitted == 0

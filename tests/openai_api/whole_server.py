@@ -34,6 +34,8 @@ TEMPLATE = (
 THINKING_TEMPLATE = TEMPLATE + (
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 )
+# calls in tags, as Qwen3's
+TOOLS_TEMPLATE = TEMPLATE + "{% if tools %}{# <tool_call> arguments #}{{ tools | tojson }}{% endif %}"
 
 
 def make_tokenizer() -> Tokenizer:
