@@ -49,7 +49,7 @@ class Chat:
         """Raises: whatever is refused, before the first byte of an answer."""
         generator = self._api.ready_generator()
         body, ignored = _decode(await read_object(http))
-        stamp = Stamp.new("chatcmpl", self._api.served_name(body.model), self._api.system_fingerprint)
+        stamp = Stamp.new("chatcmpl-", self._api.served_name(body.model), self._api.system_fingerprint)
         asked_by, max_tokens = chat_max_tokens(body)
         tools = tool_use(body, generator.chat_format)
         params = generation_params(

@@ -42,7 +42,7 @@ class Completions:
         raw = await read_object(http)
         ignored = ignored_fields(raw, _DONE_FIELDS, REFUSED_BY_COMPLETIONS)
         body = to_struct(raw, CompletionRequest)
-        stamp = Stamp.new("cmpl", self._api.served_name(body.model), self._api.system_fingerprint)
+        stamp = Stamp.new("cmpl-", self._api.served_name(body.model), self._api.system_fingerprint)
         max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         params = generation_params(
             body, max_tokens=max_tokens, logprobs=body.logprobs, grammar=grammar_of(body)

@@ -83,6 +83,29 @@ REFUSED_BY_COMPLETIONS: dict[str, Refused] = {
     "prompt_embeds": Refused(remedy="Send the prompt as text or token ids."),
 }
 
+_OF_CHATS = Refused(remedy="Use /v1/chat/completions, which has it.")
+
+REFUSED_BY_RESPONSES: dict[str, Refused] = {
+    "previous_response_id": Refused(remedy="Responses are not stored; send the whole history as input."),
+    "conversation": Refused(remedy="Conversations are not stored; send the whole history as input."),
+    "prompt": Refused(remedy="Prompts are not stored; send the text itself."),
+    "background": Refused((False,), "Responses are not stored, so they can't be fetched later."),
+    "truncation": Refused(("disabled",), "Shorten the input on your side."),
+    "top_logprobs": Refused((0,), "Use /v1/chat/completions, which has logprobs."),
+    "include": Refused(([], ["reasoning.encrypted_content"]), "There is nothing more to include."),
+    "messages": _OF_CHATS,
+    "response_format": Refused(remedy="Use text.format."),
+    "max_tokens": Refused(remedy="Use max_output_tokens."),
+    "reasoning_effort": Refused(remedy="Use reasoning.effort."),
+    "n": Refused((1,), "Use /v1/chat/completions, which has it."),
+    **dict.fromkeys(
+        ("stop", "seed", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty",
+         "top_k", "min_p", "logprobs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+         "structured_outputs"),
+        _OF_CHATS,
+    ),
+}  # fmt: skip
+
 # accepted without effect; each with what a user should know
 HARMLESS: dict[str, str] = {
     "user": "not used",

@@ -116,3 +116,31 @@ def test_the_parse_helper_of_the_sdk_gives_the_object(server: ServerProcess) -> 
     assert isinstance(parsed, City)
     assert reply.choices[0].message.content is not None
     assert parsed == City.model_validate_json(reply.choices[0].message.content)
+
+
+def test_responses_are_the_chats_they_come_to(server: ServerProcess) -> None:
+    chat = {"messages": FRANCE, "max_tokens": 12, "temperature": 0}
+    status, reply = server.call("POST", "/v1/chat/completions", chat)
+    assert status == 200, reply
+    with openai.OpenAI(base_url=server.base, api_key="none", max_retries=0) as client:
+        asked: Any = {
+            "input": FRANCE,
+            "model": "SmolLM2-135M-Instruct",
+            "max_output_tokens": 12,
+            "temperature": 0,
+        }
+        plain = client.responses.create(**asked)
+        with client.responses.stream(**asked) as stream:
+            whole = stream.get_final_response()
+
+    assert plain.output_text == whole.output_text == reply["choices"][0]["message"]["content"]
+    assert (plain.status, plain.usage and plain.usage.output_tokens) == ("incomplete", 12)
+
+
+def test_a_model_without_tools_refuses_them_by_name(server: ServerProcess) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+
+    status, reply = server.call("POST", "/v1/chat/completions", {"messages": FRANCE, "tools": [tool]})
+
+    assert status == 400
+    assert reply["error"]["param"] == "tools"
