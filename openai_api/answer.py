@@ -1,4 +1,4 @@
-"""The last step of both endpoints: chunks -> a stream of events, or one reply folded from them."""
+"""The last step of endpoints that generate: chunks -> a stream of events, or one reply folded from them."""
 
 import time
 import uuid
@@ -27,7 +27,7 @@ class Stamp(msgspec.Struct, frozen=True):
 
     @classmethod
     def new(cls, prefix: str, model: str, system_fingerprint: str | None) -> "Stamp":
-        return cls(f"{prefix}-{uuid.uuid4().hex}", model, system_fingerprint, int(time.time()))
+        return cls(f"{prefix}{uuid.uuid4().hex}", model, system_fingerprint, int(time.time()))
 
 
 class UsageWishes(msgspec.Struct, frozen=True):
@@ -58,19 +58,30 @@ class Reply(Protocol):
 
 
 async def answer(
-    http: Request, reply: Reply, run: Run, *, is_stream: bool, ignored: Sequence[str], ping_seconds: float
+    http: Request,
+    reply: Reply,
+    run: Run,
+    *,
+    is_stream: bool,
+    ignored: Sequence[str],
+    ping_seconds: float,
+    end: bytes = DONE,
 ) -> Response | EventStream:
-    """Raises: ClientDisconnect when the client leaves before the plain reply is whole."""
+    """`end`: of a stream, behind its events.
+
+    Raises: ClientDisconnect when the client leaves before the plain reply is whole.
+    """
     headers = {HEADER: header_value(ignored)} if ignored else {}
     if is_stream:
-        return EventStream(_events(reply), run, headers=headers, ping_seconds=ping_seconds)
+        return EventStream(_events(reply, end), run, headers=headers, ping_seconds=ping_seconds)
     async with run:
         whole = await unless_gone(http.receive, reply.joined())
     return Response(msgspec.json.encode(whole), headers=headers, media_type="application/json")
 
 
-async def _events(reply: Reply) -> AsyncGenerator[bytes, None]:
+async def _events(reply: Reply, end: bytes) -> AsyncGenerator[bytes, None]:
     async with aclosing(reply.chunks()) as batches:
         async for chunks in batches:
             yield event(chunks[0]) if len(chunks) == 1 else b"".join(map(event, chunks))
-    yield DONE
+    if end:
+        yield end

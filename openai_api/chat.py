@@ -11,10 +11,11 @@ from starlette.responses import Response
 
 from openai_api.answer import Stamp, UsageWishes, answer
 from openai_api.api import Api
+from openai_api.chat_prompt import ignored_effort, make_prompt
 from openai_api.fields import REFUSED_BY_CHAT, ignored_fields
 from openai_api.json_body import read_object
 from openai_api.logprobs import chat_logprobs
-from openai_api.messages import ignored_in_messages, template_messages
+from openai_api.messages import ignored_in_messages
 from openai_api.params import chat_max_tokens, generation_params, num_chat_logprobs
 from openai_api.protocol import (
     ChatChoice,
@@ -27,10 +28,13 @@ from openai_api.protocol import (
     ChatRequest,
     to_struct,
 )
+from openai_api.reply_parts import MessageFold, ReplyParts
 from openai_api.run import Run
 from openai_api.sse import EventStream
-from service.errors import RequestError
+from openai_api.tools import tool_use
+from service.text.choice import Delta
 from service.text.generation import TextGenerator
+from service.text.reply import ReplyParser
 
 _DONE_FIELDS = frozenset(field.name for field in msgspec.structs.fields(ChatRequest))
 
@@ -45,17 +49,26 @@ class Chat:
         """Raises: whatever is refused, before the first byte of an answer."""
         generator = self._api.ready_generator()
         body, ignored = _decode(await read_object(http))
-        stamp = Stamp.new("chatcmpl", self._api.served_name(body.model), self._api.system_fingerprint)
+        stamp = Stamp.new("chatcmpl-", self._api.served_name(body.model), self._api.system_fingerprint)
         asked_by, max_tokens = chat_max_tokens(body)
-        params = generation_params(body, max_tokens=max_tokens, logprobs=num_chat_logprobs(body))
+        tools = tool_use(body, generator.chat_format)
+        params = generation_params(
+            body, max_tokens=max_tokens, logprobs=num_chat_logprobs(body), grammar=tools.grammar
+        )
         self._api.check_choices(params.n, "n")
-        ids = await encode_messages(generator, body)
+        prompt = await make_prompt(generator, body, tools.shown)
+        params = msgspec.structs.replace(params, thinking=prompt.thinking)
 
-        run = await Run.start(generator, [ids], params, stamp.id, self._api.timeout_of(body.timeout))
+        run = await Run.start(generator, [prompt.ids], params, stamp.id, self._api.timeout_of(body.timeout))
 
         if run.clamped_max_tokens is not None:
             ignored.append(f"{asked_by};clamped={run.clamped_max_tokens}")
-        reply = ChatReply(generator, run, stamp, UsageWishes.of(body))
+        ignored += ignored_effort(body, generator.chat_format)
+        parts = ReplyParts(
+            lambda: ReplyParser(prompt.thinking, tools.form, tools.names),
+            has_reasoning=body.include_reasoning is not False,
+        )
+        reply = ChatReply(generator, run, stamp, UsageWishes.of(body), parts)
         limits = self._api.limits
         return await answer(
             http, reply, run, is_stream=bool(body.stream), ignored=ignored, ping_seconds=limits.ping_seconds
@@ -69,48 +82,27 @@ def _decode(raw: Mapping[str, Any]) -> tuple[ChatRequest, list[str]]:
     return body, ignored + ignored_in_messages(raw.get("messages") or ())
 
 
-async def encode_messages(generator: TextGenerator, body: ChatRequest) -> list[int]:
-    """Ids of the prompt. Raises: RequestError naming message and field."""
-    messages = template_messages(body)
-    is_continued = bool(body.continue_final_message)
-    if is_continued and body.add_generation_prompt:
-        message = "continue_final_message and add_generation_prompt exclude each other; send one of them."
-        raise RequestError(message, field="continue_final_message")
-    if is_continued and messages[-1]["role"] != "assistant":
-        message = "continue_final_message needs a last message of role assistant."
-        raise RequestError(message, field="continue_final_message")
-    wants_prompt = body.add_generation_prompt
-    return await generator.encode_chat(
-        messages,
-        add_generation_prompt=not is_continued if wants_prompt is None else wants_prompt,
-        continue_final_message=is_continued,
-        template_kwargs=body.chat_template_kwargs,
-    )
-
-
 class ChatReply:
-    """Chunks of a chat reply: of each choice first the role, then text, then the finish reason."""
+    """Chunks of a chat reply: of each choice first the role, then its parts, then the finish reason."""
 
-    def __init__(self, generator: TextGenerator, run: Run, stamp: Stamp, usage: UsageWishes) -> None:
+    def __init__(
+        self, generator: TextGenerator, run: Run, stamp: Stamp, usage: UsageWishes, parts: ReplyParts
+    ) -> None:
         self._generator = generator
         self._run = run
         self._stamp = stamp
         self._usage = usage
+        self._parts = parts
 
     async def chunks(self) -> AsyncGenerator[list[ChatChunk], None]:
         has_role: set[int] = set()
         async with aclosing(self._run.deltas()) as deltas:
             async for delta in deltas:
-                index = delta.index
                 choices = []
-                if index not in has_role:
-                    has_role.add(index)
-                    choices.append(ChatChunkChoice(index, ChatDelta("assistant", "")))
-                logprobs = chat_logprobs(self._generator, delta)
-                if delta.text or logprobs is not None:
-                    choices.append(ChatChunkChoice(index, ChatDelta(content=delta.text), logprobs))
-                if delta.finish_reason is not None:
-                    choices.append(ChatChunkChoice(index, ChatDelta(), None, delta.finish_reason))
+                if delta.index not in has_role:
+                    has_role.add(delta.index)
+                    choices.append(ChatChunkChoice(delta.index, ChatDelta("assistant", "")))
+                choices += self._choices(delta)
                 if choices:
                     yield [self._chunk([choice]) for choice in choices]
         if self._usage.at_end:
@@ -118,24 +110,35 @@ class ChatReply:
             last.usage = self._run.usage()
             yield [last]
 
+    def _choices(self, delta: Delta) -> list[ChatChunkChoice]:
+        """What a delta adds to its choice."""
+        logprobs = chat_logprobs(self._generator, delta)
+        parts = self._parts.of(delta)
+        if not parts and logprobs is not None:
+            parts = [ChatDelta(content="")]
+        choices = [ChatChunkChoice(delta.index, part) for part in parts]
+        if choices:
+            choices[0].logprobs = logprobs
+        if (reason := self._parts.finish_reason(delta)) is not None:
+            choices.append(ChatChunkChoice(delta.index, ChatDelta(), None, reason))
+        return choices
+
     def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
         stamp, usage = self._stamp, self._usage
         sent = self._run.usage() if usage.always else None if usage.at_end else UNSET
         return ChatChunk(stamp.id, stamp.created, stamp.model, stamp.system_fingerprint, choices, sent)
 
     async def joined(self) -> ChatCompletion:
-        indices = range(self._run.num_choices)
-        choices = [ChatChoice(index, ChatMessage(""), None, None) for index in indices]
-        texts: list[list[str]] = [[] for _ in indices]
+        folds = [MessageFold() for _ in range(self._run.num_choices)]
+        choices = [ChatChoice(index, ChatMessage(""), None, None) for index in range(self._run.num_choices)]
         async with aclosing(self.chunks()) as batches:
             async for batch in batches:
                 for chunk in batch:
                     for piece in chunk.choices:
-                        if piece.delta.content:
-                            texts[piece.index].append(piece.delta.content)
+                        folds[piece.index].add(piece.delta)
                         _extend(choices[piece.index], piece)
-        for choice, text in zip(choices, texts, strict=True):
-            choice.message.content = "".join(text)
+        for choice, fold in zip(choices, folds, strict=True):
+            choice.message = fold.message()
         stamp = self._stamp
         usage = self._run.usage()
         return ChatCompletion(

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from openai_api.answer import Stamp, UsageWishes, answer
 from openai_api.api import Api
 from openai_api.fields import REFUSED_BY_COMPLETIONS, ignored_fields
+from openai_api.grammar import grammar_of
 from openai_api.json_body import read_object
 from openai_api.logprobs import LegacyLogprobs
 from openai_api.params import generation_params, prompts_of
@@ -41,9 +42,11 @@ class Completions:
         raw = await read_object(http)
         ignored = ignored_fields(raw, _DONE_FIELDS, REFUSED_BY_COMPLETIONS)
         body = to_struct(raw, CompletionRequest)
-        stamp = Stamp.new("cmpl", self._api.served_name(body.model), self._api.system_fingerprint)
+        stamp = Stamp.new("cmpl-", self._api.served_name(body.model), self._api.system_fingerprint)
         max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        params = generation_params(body, max_tokens=max_tokens, logprobs=body.logprobs)
+        params = generation_params(
+            body, max_tokens=max_tokens, logprobs=body.logprobs, grammar=grammar_of(body)
+        )
         prompts = prompts_of(body)
         self._api.check_choices(len(prompts) * params.n, "prompt" if len(prompts) > 1 else "n")
         ids = await _encode(generator, prompts)

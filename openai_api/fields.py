@@ -26,17 +26,10 @@ class Refused(msgspec.Struct, frozen=True):
     same_as: str | None = None  # a field whose value is allowed too
 
 
-_GRAMMAR = Refused(remedy="Structured output is not offered yet.")
+_GRAMMAR = Refused(remedy="Use response_format or structured_outputs.")
 _SAMPLER = Refused(remedy="This way of sampling is not offered.")
-_RESPONSE_FORMAT = Refused(({"type": "text"},), "Structured output is not offered yet.")
 
 _REFUSED_BY_BOTH: dict[str, Refused] = {
-    "response_format": _RESPONSE_FORMAT,
-    "structured_outputs": _GRAMMAR,
-    "guided_json": _GRAMMAR,
-    "guided_regex": _GRAMMAR,
-    "guided_choice": _GRAMMAR,
-    "guided_grammar": _GRAMMAR,
     "json_schema": _GRAMMAR,
     "grammar": _GRAMMAR,
     "echo": Refused((False,), "Prepend the prompt on your side."),
@@ -66,15 +59,12 @@ _REFUSED_BY_BOTH: dict[str, Refused] = {
 
 REFUSED_BY_CHAT: dict[str, Refused] = {
     **_REFUSED_BY_BOTH,
-    "tools": Refused(([],), "Tools are not offered yet."),
-    "tool_choice": Refused(("none", "auto"), "Tools are not offered yet."),
-    "functions": Refused(([],), "Tools are not offered yet."),
-    "function_call": Refused(("none", "auto"), "Tools are not offered yet."),
+    "functions": Refused(([],), "Use tools, its newer form."),
+    "function_call": Refused(("none", "auto"), "Use tool_choice, its newer form."),
     "modalities": Refused((["text"],), "Only text is generated."),
     "audio": Refused(remedy="Only text is generated."),
     "prediction": Refused(remedy="Predicted outputs are not offered."),
     "web_search_options": Refused(remedy="Web search is not offered."),
-    "reasoning_effort": Refused(remedy="Use chat_template_kwargs if the template has a switch."),
     "verbosity": Refused(("medium",), "Say in a message how long the answer should be."),
     "documents": Refused(([],), "Put the documents into a message."),
     "chat_template": Refused(remedy="The model's own chat template is used; render on your side and use "
@@ -93,6 +83,29 @@ REFUSED_BY_COMPLETIONS: dict[str, Refused] = {
     "prompt_embeds": Refused(remedy="Send the prompt as text or token ids."),
 }
 
+_OF_CHATS = Refused(remedy="Use /v1/chat/completions, which has it.")
+
+REFUSED_BY_RESPONSES: dict[str, Refused] = {
+    "previous_response_id": Refused(remedy="Responses are not stored; send the whole history as input."),
+    "conversation": Refused(remedy="Conversations are not stored; send the whole history as input."),
+    "prompt": Refused(remedy="Prompts are not stored; send the text itself."),
+    "background": Refused((False,), "Responses are not stored, so they can't be fetched later."),
+    "truncation": Refused(("disabled",), "Shorten the input on your side."),
+    "top_logprobs": Refused((0,), "Use /v1/chat/completions, which has logprobs."),
+    "include": Refused(([], ["reasoning.encrypted_content"]), "There is nothing more to include."),
+    "messages": _OF_CHATS,
+    "response_format": Refused(remedy="Use text.format."),
+    "max_tokens": Refused(remedy="Use max_output_tokens."),
+    "reasoning_effort": Refused(remedy="Use reasoning.effort."),
+    "n": Refused((1,), "Use /v1/chat/completions, which has it."),
+    **dict.fromkeys(
+        ("stop", "seed", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty",
+         "top_k", "min_p", "logprobs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+         "structured_outputs"),
+        _OF_CHATS,
+    ),
+}  # fmt: skip
+
 # accepted without effect; each with what a user should know
 HARMLESS: dict[str, str] = {
     "user": "not used",
@@ -100,11 +113,9 @@ HARMLESS: dict[str, str] = {
     "metadata": "not stored",
     "store": "nothing is stored",
     "service_tier": "there is one tier",
-    "parallel_tool_calls": "there are no tools",
     "prompt_cache_key": "the prefix cache needs no key",
     "prompt_cache_retention": "the prefix cache evicts by use",
     "return_token_ids": "token ids are not returned",
-    "include_reasoning": "reasoning is part of the text",
 }
 
 

@@ -4,7 +4,8 @@ import codecs
 
 from openai_api.protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from service.engine.request import TokenLogprobs
-from service.text.generation import Delta, TextGenerator
+from service.text.choice import Delta
+from service.text.generation import TextGenerator
 
 FLOOR = -9999.0  # stands for minus infinity and NaN
 

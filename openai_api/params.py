@@ -5,12 +5,13 @@ from typing import Any
 from openai_api.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from service.errors import RequestError
 from service.text.generation import GenerationParams
+from service.text.grammar import GrammarSpec
 
 MAX_LOGIT_BIAS_ID_DIGITS = 10
 
 
 def generation_params(
-    body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None
+    body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, grammar: GrammarSpec | None
 ) -> GenerationParams:
     """Raises: RequestError."""
     _check_stream_options(body)
@@ -37,6 +38,7 @@ def generation_params(
         stop=_stop(body.stop),
         stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
         logprobs=logprobs,
+        grammar=grammar,
         **{name: value for name, value in given.items() if value is not None},
     )
 

@@ -19,6 +19,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 10_000
+MAX_TOOLS = 128  # as OpenAI's
 MAX_DETOKENIZE = 2**20  # ids; a quarter of a second's work
 MAX_TIMEOUT_SECONDS = 7 * 24 * 3600
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
@@ -30,6 +31,11 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+GrammarText = Annotated[str, Meta(min_length=1)]
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
+# OpenAI's letters, and the signs that names of MCP servers have; none of them needs an escape in JSON
+FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 FinishReason = str
 
 
@@ -42,6 +48,33 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None  # a last chunk with usage and no choices
     continuous_usage_stats: bool | None = None  # usage so far in every chunk
     include_obfuscation: bool | None = None  # padding against traffic analysis: accepted, none is added
+
+
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A schema with its name. Strict or not, a reply keeps to all of it."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a reply must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None  # of a json_object; not in OpenAI's schema
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's newer form of guided_*: one of these."""
+
+    json: dict[str, Any] | str | None = None
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +105,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: Int32 | None = None  # lower goes first
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None  # a schema, or its text
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None  # Lark or GBNF
     # ours: seconds in queue and generation
     timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT_SECONDS)] | None = None
 
@@ -84,6 +123,44 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     refusal: str | None = None
 
 
+class Function(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema; absent: no arguments
+    strict: bool | None = None  # true: arguments keep to the schema, even where calls are left to the model
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+
+
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """This tool must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    arguments: str = ""  # JSON
+
+
+class PastCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call in the history."""
+
+    id: Annotated[str, Meta(min_length=1)]
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     """One message of a chat."""
 
@@ -92,8 +169,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     refusal: str | None = None  # the assistant's, instead of content
     reasoning_content: str | None = None  # the assistant's, for templates that know it
+    reasoning: str | None = None  # the same under its newer name
     tool_call_id: str | None = None
-    tool_calls: list[Any] | None = None  # refused if any
+    tool_calls: list[PastCall] | None = None  # the assistant's
     function_call: Any = None  # refused
     audio: Any = None  # refused
 
@@ -106,6 +184,11 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None  # "none" turns thinking off, all others turn it on
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None  # false: one call at most
+    include_reasoning: bool | None = None  # false: thinking is counted, but not sent
     add_generation_prompt: bool | None = None  # default: true, unless continue_final_message
     continue_final_message: bool | None = None
 
@@ -128,6 +211,9 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,9 +271,26 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]  # characters of the choice's text before the token
 
 
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET  # a piece of the JSON
+
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
+    """The first of a call has id, type and name; those that follow have arguments only."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # the older name of reasoning; both are sent
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -209,10 +312,24 @@ class ChatChunk(msgspec.Struct):
     object: str = "chat.completion.chunk"
 
 
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str  # JSON, as the model wrote it
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
 class ChatMessage(msgspec.Struct):
-    content: str
+    content: str | None  # null: there are only calls
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET  # the older name of reasoning; both are sent
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):

@@ -12,12 +12,13 @@ from openai_api.completions import Completions
 from openai_api.health import Probes
 from openai_api.models import Models
 from openai_api.page import page_routes
+from openai_api.responses import Responses
 from openai_api.tokenize import Tokens
 from service import __version__
 
 
 def make_routes(api: Api) -> list[BaseRoute]:
-    models, probes, tokens = Models(api), Probes(api.health), Tokens(api)
+    models, probes, tokens, responses = Models(api), Probes(api.health), Tokens(api), Responses(api)
 
     async def metrics(_http: Request) -> Response:
         return Response(api.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
@@ -28,6 +29,8 @@ def make_routes(api: Api) -> list[BaseRoute]:
     return [
         Route("/v1/chat/completions", Chat(api).create, methods=["POST"]),
         Route("/v1/completions", Completions(api).create, methods=["POST"]),
+        Route("/v1/responses", responses.create, methods=["POST"]),
+        Route("/v1/responses/{id:path}", responses.stored, methods=["GET", "POST", "DELETE"]),
         Route("/v1/models", models.listing),
         Route("/v1/models/{id:path}", models.one),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from openai_api.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
 from service.errors import DeadlineError, GenerationError
-from service.text.generation import Delta, Generation, GenerationParams, TextGenerator
+from service.text.choice import Delta
+from service.text.generation import Generation, GenerationParams, TextGenerator
 
 
 @dataclass(slots=True)
@@ -22,6 +23,7 @@ class Run:
     n: int
     timeout_seconds: float | None = None
     num_generated_tokens: int = 0
+    num_reasoning_tokens: int = 0
     num_cached_tokens: int = 0
     is_expired: bool = False
     _timer: asyncio.TimerHandle | None = None
@@ -91,7 +93,7 @@ class Run:
             completion_tokens=self.num_generated_tokens,
             total_tokens=self.num_prompt_tokens + self.num_generated_tokens,
             prompt_tokens_details=PromptTokensDetails(self.num_cached_tokens),
-            completion_tokens_details=CompletionTokensDetails(),
+            completion_tokens_details=CompletionTokensDetails(self.num_reasoning_tokens),
         )
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
@@ -107,6 +109,7 @@ class Run:
             async with aclosing(source):
                 async for delta in source:
                     self.num_generated_tokens += len(delta.token_ids)
+                    self.num_reasoning_tokens += delta.num_reasoning_tokens
                     prompt, choice = divmod(delta.index, self.n)
                     if choice == 0 and delta.num_cached_tokens > cached.get(prompt, 0):
                         # of the first choice: the others may have hit what that one has just computed

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openai_api.api import Api
-from openai_api.chat import encode_messages
+from openai_api.chat_prompt import make_prompt
 from openai_api.fields import HEADER, REFUSED_BY_CHAT, header_value, ignored_fields
 from openai_api.json_body import read_object
 from openai_api.protocol import (
@@ -19,6 +19,7 @@ from openai_api.protocol import (
     TokenizeRequest,
     to_struct,
 )
+from openai_api.tools import tool_use
 from service.errors import RequestError
 from service.text.generation import TextGenerator
 
@@ -31,11 +32,9 @@ _REFUSED = {
     for name, rule in REFUSED_BY_CHAT.items()
     if name
     in {
-        "tools",
         "functions",
         "documents",
         "chat_template",
-        "reasoning_effort",
         "add_special_tokens",
         "truncate_prompt_tokens",
     }
@@ -83,8 +82,12 @@ async def _encode(generator: TextGenerator, body: TokenizeRequest) -> list[int]:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning_effort,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
     )
-    return await encode_messages(generator, chat)
+    tools = tool_use(chat, generator.chat_format)
+    return (await make_prompt(generator, chat, tools.shown)).ids
 
 
 def _json(body: msgspec.Struct, ignored: list[str]) -> Response:

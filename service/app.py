@@ -197,7 +197,14 @@ def load(settings: Settings, api: Api, progress: Progress) -> tuple[Checkpoint, 
         checkpoint, settings, vocab_size=tokenizer.vocab_size, progress=progress, observer=api.metrics
     )
     api.metrics.describe(model_name=api.model_names[0], block_size=settings.block_size)
-    return checkpoint, engine, TextGenerator(engine, tokenizer, template, checkpoint.sampling_defaults)
+    generator = TextGenerator(
+        engine,
+        tokenizer,
+        template,
+        checkpoint.sampling_defaults,
+        eos_token_ids=checkpoint.config.eos_token_ids,
+    )
+    return checkpoint, engine, generator
 
 
 def fingerprint(checkpoint: Checkpoint, engine: Engine) -> str:

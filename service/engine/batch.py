@@ -24,9 +24,18 @@ class BatchBuilder:
     """Keeps what changes rarely (block tables, sampling parameters) by lane, and gathers it every step."""
 
     def __init__(
-        self, max_running: int, max_blocks: int, block_size: int, stop_ids: tuple[int, ...]
+        self,
+        max_running: int,
+        max_blocks: int,
+        block_size: int,
+        stop_ids: tuple[int, ...],
+        vocab_size: int = 0,
     ) -> None:
-        """`max_blocks`: of one request. `stop_ids`: the model's EOS ids, held off by min_tokens."""
+        """`max_blocks`: of one request. `stop_ids`: the model's EOS ids, held off by min_tokens.
+
+        `vocab_size`: of logits; needed for constraints only.
+        """
+        self._mask_words = -(-vocab_size // 32)
         self._block_size = block_size
         self._eos_ids = stop_ids
         self._tables = np.zeros((max_running, max_blocks), np.int32)
@@ -34,7 +43,7 @@ class BatchBuilder:
         self._floats = np.zeros((6, max_running), np.float32)
         self._ints = np.zeros((2, max_running), np.int32)
         self._seeds = np.zeros(max_running, np.uint64)
-        self._is_plain = np.zeros(max_running, bool)  # no penalties, no bias, no logprobs
+        self._is_plain = np.zeros(max_running, bool)  # no penalties, no bias, no logprobs, no constraint
 
     def build(self, step: Step) -> Batch:
         """Arrays of one step; the order of its rows is the one that StepArrays asks for."""
@@ -122,9 +131,19 @@ class BatchBuilder:
             bias_starts=_starts(bias) if special else none,
             bias_ids=_flat([ids for ids, _ in bias], np.int32),
             bias_values=_flat([values for _, values in bias], np.float32),
-            bitmask=None,
+            bitmask=self._bitmask(special),
             max_top_logprobs=max((count for count in wanted if count is not None), default=-1),
         )
+
+    def _bitmask(self, sampled: list[Request]) -> NDArray[np.uint32] | None:
+        """A row for each request, all ones where it has no constraint; None where none has."""
+        if not any(request.params.constraint is not None for request in sampled):
+            return None
+        mask = np.full((len(sampled), self._mask_words), 0xFFFFFFFF, np.uint32)
+        for row, request in zip(mask, sampled, strict=True):
+            if request.params.constraint is not None:
+                request.params.constraint.fill_mask(row)
+        return mask
 
     def _bias(self, request: Request) -> tuple[list[int], list[float]]:
         """logit_bias, and minus infinity for whatever would end the request before min_tokens."""
@@ -152,7 +171,7 @@ def _token_ids(work: list[Work], num_rows: int) -> NDArray[np.int32]:
 
 def _seen(request: Request) -> tuple[list[int], list[int]]:
     """Ids in prompt or output with their number among generated ones, where a penalty looks at them."""
-    if not request.needs_known_ids:
+    if not request.params.has_penalties:
         return [], []
     counts = dict.fromkeys(request.prompt_ids, 0)
     for token_id in request.token_ids[request.num_prompt_tokens :]:

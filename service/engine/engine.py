@@ -97,7 +97,7 @@ class Engine:
         self._prefix_cache = PrefixCache(self.pool) if prefix_cache else None
         self.scheduler = Scheduler(self.pool, max_step_tokens, max_running, self._prefix_cache)
         max_blocks = self.pool.blocks_for(self.max_model_len)
-        self._builder = BatchBuilder(max_running, max_blocks, block_size, eos_token_ids)
+        self._builder = BatchBuilder(max_running, max_blocks, block_size, eos_token_ids, vocab_size)
         self.runner = runner
         self._observer = observer or NoObserver()
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -297,12 +297,24 @@ class Engine:
         self._note_output(stream, now)
         if token_id in params.stop_token_ids or (token_id in self._eos_token_ids and not params.ignore_eos):
             output.finish_reason, output.stop_token_id = FinishReason.STOP, token_id
-        elif len(request.token_ids) >= request.last_num_tokens:
-            output.finish_reason = FinishReason.LENGTH
+        else:
+            self._follow(request, token_id, output)
         if output.finish_reason is None:
             stream.put(output)
         else:
             self._end(request, output, output.finish_reason.value)
+
+    def _follow(self, request: Request, token_id: int, output: Output) -> None:
+        """Go on in the request's grammar, if it has one, and see whether the id is the last."""
+        constraint = request.params.constraint
+        if constraint is not None:
+            constraint.advance(token_id)
+        if constraint is not None and constraint.is_over:
+            output.finish_reason = FinishReason.STOP
+        elif len(request.token_ids) >= request.last_num_tokens:
+            output.finish_reason = FinishReason.LENGTH
+        elif constraint is not None and constraint.failure is not None:
+            output.finish_reason, output.error = FinishReason.ERROR, constraint.failure
 
     def _note_output(self, stream: Stream, now: float) -> None:
         if stream.first_output_after is None:

@@ -5,6 +5,8 @@ from enum import Enum
 
 import msgspec
 
+from service.engine.constraint import Constraint
+
 
 class State(Enum):
     """Where a request is. PREEMPTED requests wait like WAITING ones, ahead of them."""
@@ -45,13 +47,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()  # EOS ids of the model not included
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: of the chosen id and of the k most likely ones
+    constraint: Constraint | None = None  # of this request alone: it changes as the reply grows
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what was said before changes how likely an id is."""
+        return (
+            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        )
 
     @property
     def needs_known_ids(self) -> bool:
         """Whether sampling looks at earlier ids, so that the host must know them first."""
-        return (
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        )
+        return self.has_penalties or self.constraint is not None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

@@ -25,6 +25,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from service.errors import ModelError, RequestError
+from service.text.chat_format import chat_format
 from service.text.tokenizer import Tokenizer, well_formed
 
 MAX_PROMPT_CHARS = 1 << 24
@@ -55,6 +56,7 @@ class ChatTemplate:
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._knows_developer = "developer" in source
+        self.format = chat_format(source, tokenizer)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )

@@ -1,34 +1,26 @@
-"""One request's ids -> `Delta`s of text with logprobs and a finish reason."""
+"""Text in, text out: a request -> its choices, started in the engine, and their deltas."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
-from functools import partial
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, Protocol, TypedDict, Unpack
 
 import msgspec
 
+from service.engine.constraint import Constraint
 from service.engine.interface import EngineClient, OutputStream
-from service.engine.request import FinishReason, Output, SamplingParams, TokenLogprobs
-from service.errors import ContextLengthError, GenerationError, PhotonError, RequestError
+from service.engine.request import SamplingParams
+from service.errors import ContextLengthError, RequestError
 from service.model.config import SamplingDefaults
+from service.text.after_thinking import AfterThinking
+from service.text.chat_format import ChatFormat, Thinking
 from service.text.chat_template import ChatTemplate
+from service.text.choice import Choice, Delta, StartedGrammar, StopReasons, TextGeneration
 from service.text.choice_text import ChoiceText
+from service.text.grammar import GrammarSpec
+from service.text.matcher import Grammars
+from service.text.reasoning import ReasoningCounter
 from service.text.tokenizer import LONG_TEXT, Tokenizer
-
-_StopReasons = dict[int, int | str]  # by stop token id: the id, or the stop string that it stands for
-
-
-class Delta(msgspec.Struct, kw_only=True):
-    """A piece of one choice's reply. The fold of a choice's deltas is its plain reply."""
-
-    index: int = 0  # which of the n choices
-    text: str = ""
-    token_ids: list[int] = []  # all that were generated, those that leave no text included
-    logprobs: list[TokenLogprobs] = []  # of the ids that are part of the text so far
-    finish_reason: str | None = None  # "stop" or "length" on the last delta of a choice
-    num_cached_tokens: int = 0
-    stop_reason: str | int | None = None  # the stop string or stop token id that ended the choice
 
 
 class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +45,8 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None  # None: none; k: chosen and k top ones
     n: int = 1
     priority: int = 0
+    grammar: GrammarSpec | None = None  # what the reply must match, behind its thinking
+    thinking: Thinking = Thinking.OFF  # how the reply begins
 
 
 class Generation(Protocol):
@@ -68,7 +62,7 @@ class Generation(Protocol):
 
 
 class ChatOptions(TypedDict, total=False):
-    """Options of encode_chat; see ChatTemplate.encode."""
+    """Options of render_chat; see ChatTemplate.encode."""
 
     tools: Sequence[Mapping[str, Any]] | None
     add_generation_prompt: bool
@@ -85,15 +79,24 @@ class TextGenerator:
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         defaults: SamplingDefaults,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
+        """`eos_token_ids`: the engine's, with which a grammar ends."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._template = template
         self._defaults = defaults
+        self._eos_token_ids = tuple(each for each in eos_token_ids if each < engine.vocab_size)
+        self._grammars = Grammars(tokenizer, engine.vocab_size, eos_token_ids)
 
     @property
     def max_model_len(self) -> int:
         return self._engine.max_model_len
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """What this model's replies in a chat look like."""
+        return ChatFormat() if self._template is None else self._template.format
 
     async def encode(
         self, text: str, field: str = "prompt", *, add_special_tokens: bool = True
@@ -116,17 +119,10 @@ class TextGenerator:
 
         return names() if len(ids) < LONG_TEXT else await asyncio.to_thread(names)
 
-    async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
-    ) -> list[int]:
-        """Ids of a chat. Raises: RequestError (no template, or it refuses the messages)."""
-        _, ids = await self.render_chat(messages, **options)
-        return ids
-
     async def render_chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
     ) -> tuple[str, list[int]]:
-        """The prompt of a chat as text and ids. Raises: as `encode_chat`."""
+        """The prompt of a chat as text and ids. Raises: RequestError (no template, or it refuses)."""
         if self._template is None:
             raise RequestError(
                 "This model has no chat template. Send a prompt to /v1/completions instead, or put a "
@@ -134,6 +130,7 @@ class TextGenerator:
                 field="messages",
             )
         num_chars = sum(100 + len(str(message.get("content") or "")) for message in messages)
+        num_chars += sum(len(str(message.get("tool_calls") or "")) for message in messages)
         if num_chars < LONG_TEXT and not options.get("tools"):
             return self._template.encode(messages, **options)
         return await asyncio.to_thread(self._template.encode, messages, **options)
@@ -155,19 +152,20 @@ class TextGenerator:
 
     async def start(
         self, prompt_ids: list[int], params: GenerationParams, *, request_id: str
-    ) -> "TextGeneration":
+    ) -> TextGeneration:
         """Submit the n choices of a request. Every refusal happens here.
 
         Raises: ContextLengthError, RequestError, OverloadedError, EngineDeadError.
         """
         self._check(prompt_ids, params)
+        grammars = await self._started_grammars(params)
         stop_reasons = self._stop_reasons(params)
         room = self.max_model_len - len(prompt_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         streams: list[OutputStream] = []
         try:
             for choice in range(params.n):
-                sampling = self._sampling(params, max_tokens, choice, tuple(stop_reasons))
+                sampling = self._sampling(params, max_tokens, choice, tuple(stop_reasons), grammars[choice])
                 name = request_id if params.n == 1 else f"{request_id}-{choice}"
                 streams.append(
                     await self._engine.submit(
@@ -179,11 +177,46 @@ class TextGenerator:
                 await stream.close("error")
             raise
         choices = [
-            _Choice(index, stream, self._text_of(params), stop_reasons)
-            for index, stream in enumerate(streams)
+            Choice(
+                index, stream, self._text_of(params), stop_reasons, grammar, self._reasoning_counter(params)
+            )
+            for index, (stream, grammar) in enumerate(zip(streams, grammars, strict=True))
         ]
         is_clamped = params.max_tokens is not None and params.max_tokens > room
         return TextGeneration(choices, len(prompt_ids), max_tokens, is_clamped)
+
+    async def _started_grammars(self, params: GenerationParams) -> list[StartedGrammar | None]:
+        """One of its own for each choice."""
+        spec = params.grammar
+        if spec is None:
+            return [None] * params.n
+        matcher = await self._grammars.compile(spec)
+        return [
+            StartedGrammar(self._after_thinking(matcher.copy(), params.thinking), spec.field)
+            for _ in range(params.n)
+        ]
+
+    def _after_thinking(self, answer: Constraint, thinking: Thinking) -> Constraint:
+        tags = self.chat_format.thinking
+        if tags is None or thinking is Thinking.OFF:
+            return answer
+        return AfterThinking(
+            answer,
+            thinking,
+            tags,
+            break_ids=self._break_ids,
+            eos_ids=frozenset(self._eos_token_ids),
+        )
+
+    @cached_property
+    def _break_ids(self) -> frozenset[int]:
+        """Tokens of one or two line breaks and nothing else."""
+        ids = [self._tokenizer.encode(text) for text in ("\n", "\n\n")]
+        return frozenset(each[0] for each in ids if len(each) == 1)
+
+    def _reasoning_counter(self, params: GenerationParams) -> ReasoningCounter | None:
+        tags = self.chat_format.thinking
+        return None if tags is None else ReasoningCounter(params.thinking, tags)
 
     def _check(self, prompt_ids: list[int], params: GenerationParams) -> None:
         if not prompt_ids:
@@ -203,12 +236,12 @@ class TextGenerator:
         self.check_ids(params.stop_token_ids, "stop_token_ids")
         self.check_ids([token_id for token_id, _ in params.logit_bias], "logit_bias")
 
-    def _stop_reasons(self, params: GenerationParams) -> "_StopReasons":
+    def _stop_reasons(self, params: GenerationParams) -> StopReasons:
         """What to report for each stop token id.
 
         A stop string that is the text of a control token, which no text shows, ends by the token's id.
         """
-        reasons: _StopReasons = {token_id: token_id for token_id in params.stop_token_ids}
+        reasons: StopReasons = {token_id: token_id for token_id in params.stop_token_ids}
         if params.skip_special_tokens:
             for stop in params.stop:
                 token_id = self._tokenizer.control_id(stop)
@@ -226,7 +259,12 @@ class TextGenerator:
         )
 
     def _sampling(
-        self, params: GenerationParams, max_tokens: int, choice: int, stop_token_ids: tuple[int, ...]
+        self,
+        params: GenerationParams,
+        max_tokens: int,
+        choice: int,
+        stop_token_ids: tuple[int, ...],
+        grammar: StartedGrammar | None,
     ) -> SamplingParams:
         def chosen(name: str, fallback: float) -> Any:
             asked, recommended = getattr(params, name), getattr(self._defaults, name)
@@ -248,111 +286,5 @@ class TextGenerator:
             stop_token_ids=stop_token_ids,
             ignore_eos=params.ignore_eos,
             logprobs=params.logprobs,
+            constraint=None if grammar is None else grammar.constraint,
         )
-
-
-class TextGeneration:
-    """The running choices of one request. Implements Generation; iterate it once."""
-
-    def __init__(
-        self, choices: "list[_Choice]", num_prompt_tokens: int, max_tokens: int, is_clamped: bool
-    ) -> None:
-        self._choices = choices
-        self.num_prompt_tokens = num_prompt_tokens
-        self.max_tokens = max_tokens
-        self.is_clamped = is_clamped
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Deltas of all choices as they come.
-
-        Raises: GenerationError, EngineDeadError; the other choices are ended then.
-        """
-        try:
-            async with aclosing(
-                self._merged() if len(self._choices) > 1 else self._choices[0].deltas()
-            ) as deltas:
-                async for delta in deltas:
-                    yield delta
-        except PhotonError:
-            await self.aclose("error")
-            raise
-
-    async def aclose(self, cause: str = "client_gone") -> None:
-        """Cancel what is left; idempotent. Whoever still waits for deltas gets no more."""
-        for choice in self._choices:
-            await choice.stream.close(cause)
-
-    async def _merged(self) -> AsyncGenerator[Delta, None]:
-        queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
-
-        async def pump(choice: "_Choice") -> None:
-            try:
-                async for delta in choice.deltas():
-                    queue.put_nowait(delta)
-                queue.put_nowait(None)
-            except Exception as error:  # raised again by whoever reads the queue
-                queue.put_nowait(error)
-
-        pumps = [asyncio.create_task(pump(choice)) for choice in self._choices]
-        num_open = len(pumps)
-        try:
-            while num_open:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    num_open -= 1
-                else:
-                    yield item
-        finally:
-            for task in pumps:
-                task.cancel()
-
-
-class _Choice:
-    """One choice: its outputs on the way to deltas."""
-
-    def __init__(
-        self, index: int, stream: OutputStream, text: ChoiceText, stop_reasons: _StopReasons
-    ) -> None:
-        self.stream = stream
-        self._index = index
-        self._text = text
-        self._stop_reasons = stop_reasons
-
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        async for output in self.stream:
-            if output.finish_reason is FinishReason.ERROR:
-                raise GenerationError(output.error or "The request failed.")
-            if output.finish_reason is FinishReason.CANCELLED:
-                return
-            delta = self._read(output)
-            if self._text.matched is not None:
-                await self.stream.close("stop_string")
-                yield delta
-                return
-            yield delta
-
-    def _read(self, output: Output) -> Delta:
-        text = self._text
-        delta = Delta(
-            index=self._index, token_ids=output.token_ids, num_cached_tokens=output.num_cached_tokens
-        )
-        # the EOS or stop token that ends a choice is no part of the text, nor of the logprobs
-        num_shown = len(output.token_ids) - (output.stop_token_id is not None)
-        pieces = []
-        for i in range(num_shown):
-            pieces.append(text.push(output.token_ids[i], output.logprobs[i] if output.logprobs else None))
-            if text.matched is not None:
-                delta.token_ids = output.token_ids[: i + 1]
-                break
-        if output.finish_reason is not None and text.matched is None:
-            pieces.append(text.flush())
-            delta.finish_reason = output.finish_reason.value
-            if output.stop_token_id is not None:
-                delta.stop_reason = self._stop_reasons.get(output.stop_token_id)
-        if text.matched is not None:
-            delta.finish_reason, delta.stop_reason = "stop", text.matched
-        delta.text = "".join(pieces)
-        delta.logprobs = text.take_logprobs(is_last=delta.finish_reason is not None)
-        return delta

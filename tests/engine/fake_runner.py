@@ -84,7 +84,7 @@ class FakeRunner:
             assert arrays.positions[row] == where[-1]
             blocks = arrays.block_tables[request, where // self.block_size]
             past = self.slots[blocks * self.block_size + where % self.block_size]
-            sampled[row_of[row]] = next_id(past.tolist())
+            sampled[row_of[row]] = self._allowed(batch, row_of[row], next_id(past.tolist()))
         self.last_ids[arrays.sample_lanes] = sampled
         count = len(sampled)
         return StepResult(
@@ -94,3 +94,11 @@ class FakeRunner:
             top_ids=np.zeros((count, 20), np.int32),
             top_logprobs=np.zeros((count, 20), np.float32),
         )
+
+    def _allowed(self, batch: Batch, sample: int, token_id: int) -> int:
+        """The id, or where a mask forbids it the next one that is allowed, round the vocabulary."""
+        if batch.sampling.bitmask is None:
+            return token_id
+        bits = np.unpackbits(batch.sampling.bitmask[sample].view(np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits[:VOCAB])
+        return int(allowed[np.searchsorted(allowed, token_id) % len(allowed)]) if len(allowed) else -1

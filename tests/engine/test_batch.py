@@ -1,6 +1,7 @@
 """Steps in arrays: order of rows, positions, slots, and what sampling is told."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from service.engine.batch import BatchBuilder
 from service.engine.block_pool import BlockPool
@@ -126,3 +127,39 @@ def test_penalties_see_prompt_ids_without_and_generated_ids_with_a_count() -> No
 
     assert dict(zip(sampling.seen_ids.tolist(), sampling.seen_counts.tolist(), strict=True)) == {4: 0, 6: 2}
     assert sampling.seen_starts.tolist() == [0, 2, 2]
+
+
+class _Only:
+    """A constraint that allows one id."""
+
+    is_over, failure = False, None
+
+    def __init__(self, token_id: int) -> None:
+        self._id = token_id
+
+    def fill_mask(self, row: NDArray[np.uint32]) -> None:
+        row[:] = 0
+        row[self._id // 32] = 1 << self._id % 32
+
+    def advance(self, token_id: int) -> None:
+        assert token_id == self._id
+
+
+def test_rows_with_a_constraint_are_masked_and_the_others_are_free() -> None:
+    params = SamplingParams(max_tokens=9, temperature=0.0, constraint=_Only(33))
+    scheduler = Scheduler(BlockPool(32, BLOCK), 64, 8)
+    for request in (Request(id="r", prompt_ids=[1, 2], params=params), make_request(prompt=2)):
+        scheduler.add(request)
+    builder = BatchBuilder(8, 8, BLOCK, (), vocab_size=70)
+
+    mask = builder.build(scheduler.schedule()).sampling.bitmask
+
+    assert mask is not None
+    assert mask.tolist() == [[0, 2, 0], [0xFFFFFFFF] * 3]
+
+
+def test_without_a_constraint_there_is_no_mask() -> None:
+    params = SamplingParams(max_tokens=9, temperature=0.0, presence_penalty=1.0)
+    scheduler, builder = make(Request(id="r", prompt_ids=[1, 2], params=params))
+
+    assert builder.build(scheduler.schedule()).sampling.bitmask is None

@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from service.engine.batch import Batch
 from service.engine.engine import Engine, Stream
@@ -368,3 +370,61 @@ async def test_ids_that_are_ready_together_come_together() -> None:
         outputs = [output async for output in stream]
 
     assert [len(output.token_ids) for output in outputs] == [9]
+
+
+class _Counting:
+    """A constraint that allows one id after the other: `first`, first + 1, ..."""
+
+    def __init__(self, first: int, num_ids: int, fails_after: int | None = None) -> None:
+        self.next_id = first
+        self._last = first + num_ids
+        self._fails_at = None if fails_after is None else first + fails_after
+        self.is_over = False
+        self.failure: str | None = None
+
+    def fill_mask(self, row: NDArray[np.uint32]) -> None:
+        row[:] = 0
+        row[self.next_id // 32] = 1 << self.next_id % 32
+
+    def advance(self, token_id: int) -> None:
+        assert token_id == self.next_id
+        self.next_id += 1
+        self.is_over = self.next_id == self._last
+        if self.next_id == self._fails_at:
+            self.failure = "There is no way on."
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_a_constraint_decides_the_ids_of_its_own_request_alone(depth: int) -> None:
+    async with running_engine(depth=depth) as (engine, _, _):
+        params = greedy(20, constraint=_Counting(10, 5))
+        stream = await engine.submit([1, 2, 3], params, request_id="bound")
+        others = await asyncio.gather(*(generate(engine, [4, 5, i], 12) for i in range(3)))
+        ids, last = await collect(stream)
+
+    assert ids == [10, 11, 12, 13, 14]
+    assert last.finish_reason is FinishReason.STOP
+    assert last.stop_token_id is None
+    assert others == [expected_ids([4, 5, i], 12) for i in range(3)]
+
+
+async def test_a_constraint_is_cut_off_at_max_tokens() -> None:
+    async with running_engine() as (engine, _, _):
+        stream = await engine.submit([1], greedy(3, constraint=_Counting(10, 5)), request_id="r")
+        ids, last = await collect(stream)
+
+    assert ids == [10, 11, 12]
+    assert last.finish_reason is FinishReason.LENGTH
+
+
+async def test_a_constraint_that_fails_ends_its_request_with_the_reason() -> None:
+    async with running_engine() as (engine, _, _):
+        constraint = _Counting(10, 9, fails_after=2)
+        stream = await engine.submit([1], greedy(20, constraint=constraint), request_id="r")
+        other = generate(engine, [4, 5], 12)
+        (ids, last), ids_of_other = await asyncio.gather(collect(stream), other)
+
+    assert ids == [10, 11]
+    assert last.finish_reason is FinishReason.ERROR
+    assert last.error == "There is no way on."
+    assert ids_of_other == expected_ids([4, 5], 12)

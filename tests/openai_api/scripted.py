@@ -18,7 +18,9 @@ from openai_api.middleware import wrap
 from openai_api.routes import make_routes
 from service.engine.request import TokenLogprobs
 from service.errors import ContextLengthError, RequestError
-from service.text.generation import Delta, GenerationParams, TextGenerator
+from service.text.chat_format import ChatFormat
+from service.text.choice import Delta
+from service.text.generation import GenerationParams, TextGenerator
 
 MODEL = "org/tiny"
 VOCAB = 0x110000  # a token is a character
@@ -80,8 +82,16 @@ class ScriptedGeneration:
 class ScriptedGenerator:
     """Stands in for TextGenerator: a token is a character, a chat is rendered as `role: content` lines."""
 
-    def __init__(self, script: Script | None = None, max_model_len: int = 10_000) -> None:
+    def __init__(
+        self,
+        script: Script | None = None,
+        max_model_len: int = 10_000,
+        chat_format: ChatFormat = ChatFormat(),  # noqa: B008  # never changes
+        prompt_end: str = "",
+    ) -> None:
+        """`prompt_end`: what the chat template puts behind the messages."""
         self.max_model_len = max_model_len
+        self.chat_format, self.prompt_end = chat_format, prompt_end
         self.script = script or (lambda ids, params: deltas_of("Hel", "lo"))
         self.prompts: list[list[int]] = []
         self.messages: list[dict[str, Any]] = []
@@ -97,9 +107,10 @@ class ScriptedGenerator:
     ) -> list[int]:
         return [ord(c) for c in text]
 
-    async def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, list[int]]:
         self.messages, self.chat_options = messages, options
-        return [ord(c) for m in messages for c in f"{m['role']}: {m['content']}\n"]
+        text = "".join(f"{m['role']}: {m['content']}\n" for m in messages) + self.prompt_end
+        return text, [ord(c) for c in text]
 
     def check_ids(self, ids: list[int], field: str) -> None:
         if not all(0 <= each < VOCAB for each in ids):

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from openai_api.api import Limits
 from service.errors import GenerationError, KernelError, OverloadedError
-from service.text.generation import Delta, GenerationParams
+from service.text.choice import Delta
+from service.text.generation import GenerationParams
 from tests.openai_api.scripted import (
     CHAT,
     MODEL,
@@ -227,8 +228,12 @@ async def test_what_logprobs_ask_of_the_engine(asked: dict[str, Any], wanted: in
 async def test_one_text_part_equals_the_plain_string(text: str, part: str) -> None:
     plain, parts = ScriptedGenerator(), ScriptedGenerator()
 
-    await post(plain, URL, {"messages": [{"role": text, "content": "2+2?"}]})
-    await post(parts, URL, {"messages": [{"role": text, "content": [{"type": part, part: "2+2?"}]}]})
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = {"role": "assistant", "tool_calls": [call]}
+    more = {"tool_call_id": "1"} if text == "tool" else {}
+
+    for generator, content in ((plain, "2+2?"), (parts, [{"type": part, part: "2+2?"}])):
+        await post(generator, URL, {"messages": [asked, {"role": text, "content": content, **more}]})
 
     assert parts.prompts == plain.prompts
     assert len(plain.prompts) == 1
@@ -258,7 +263,8 @@ async def test_text_parts_are_joined_by_a_line_break() -> None:
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]},
             "messages[0].content[0].type",
         ),
-        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls[0]"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "messages[0].function_call"),
         ({"role": "user", "content": "x", "name": 5}, "messages[0].name"),
     ],
 )
@@ -299,6 +305,7 @@ async def test_how_the_prompt_ends(asked: dict[str, Any], adds: bool, continues:
     await post(generator, URL, {"messages": messages, "chat_template_kwargs": {"k": 1}, **asked})
 
     assert generator.chat_options == {
+        "tools": [],
         "add_generation_prompt": adds,
         "continue_final_message": continues,
         "template_kwargs": {"k": 1},

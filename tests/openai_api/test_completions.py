@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from openai_api.api import Limits
 from service.errors import GenerationError, OverloadedError
-from service.text.generation import Delta, GenerationParams
+from service.text.choice import Delta
+from service.text.generation import GenerationParams
 from tests.openai_api.scripted import (
     MODEL,
     PROMPT,

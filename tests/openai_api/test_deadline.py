@@ -21,7 +21,8 @@ from tests.openai_api.scripted import (
     served,
 )
 from tests.openai_api.test_disconnect import sent
-from tests.openai_api.test_with_engine import until, whole_server
+from tests.openai_api.test_with_engine import until
+from tests.openai_api.whole_server import whole_server
 
 pytestmark = pytest.mark.timeout(30)
 

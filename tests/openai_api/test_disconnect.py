@@ -8,7 +8,8 @@ import pytest
 
 from openai_api.api import Limits
 from service.errors import GenerationError
-from service.text.generation import Delta, GenerationParams
+from service.text.choice import Delta
+from service.text.generation import GenerationParams
 from tests.openai_api.scripted import (
     CHAT,
     ENDPOINTS,

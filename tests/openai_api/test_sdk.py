@@ -8,7 +8,7 @@ import pytest
 
 from openai_api.api import Limits
 from service.errors import GenerationError, OverloadedError
-from service.text.generation import Delta
+from service.text.choice import Delta
 from tests.openai_api.scripted import (
     MODEL,
     ScriptedGenerator,

@@ -13,7 +13,7 @@ from openai_api.protocol import MAX_DETOKENIZE
 from service import __version__
 from tests.engine.fake_runner import VOCAB
 from tests.openai_api.scripted import MODEL, ScriptedGenerator, client_of, make_api, post
-from tests.openai_api.test_with_engine import LETTERS, SPECIAL, whole_server
+from tests.openai_api.whole_server import LETTERS, SPECIAL, TOOLS_TEMPLATE, whole_server
 
 USER = {"role": "user", "content": "hi."}
 
@@ -81,6 +81,19 @@ async def test_a_chat_has_the_ids_that_a_chat_completion_counts(fields: dict[str
         chat = (await post(server.api, "/v1/chat/completions", body)).json()
 
     assert tokenized["count"] == chat["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+async def test_tools_are_part_of_the_prompt_unless_none_may_be_called(choice: str) -> None:
+    tools = [{"type": "function", "function": {"name": "abc"}}]
+    body = {"messages": [USER], "tools": tools, "tool_choice": choice}
+    async with whole_server(template=TOOLS_TEMPLATE, max_model_len=2000) as server:
+        tokens = (await post(server.api, "/tokenize", body)).json()["tokens"]
+        text = (await post(server.api, "/detokenize", {"tokens": tokens})).json()["prompt"]
+        chat = await post(server.api, "/v1/chat/completions", {**body, "max_tokens": 1})
+
+    assert ("abc" in text) == (choice == "auto")
+    assert len(tokens) == chat.json()["usage"]["prompt_tokens"]
 
 
 async def test_an_unfinished_answer_can_be_continued() -> None:

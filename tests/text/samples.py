@@ -28,6 +28,36 @@ LLAMA3 = (
     "{{- message.content | trim + '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
+# After the prompt format that Meta describes for tools as JSON: they stand in the user's first message.
+LLAMA3_WITH_TOOLS = """
+{{- bos_token }}
+{%- set ns = namespace(tools_are_due=(tools is not none and tools)) %}
+{%- for message in messages %}
+    {%- set role = 'ipython' if message.role == 'tool' else message.role %}
+    {{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}
+    {%- if message.role == 'user' and ns.tools_are_due %}
+        {%- set ns.tools_are_due = false %}
+        {{- 'These functions can be called. To call one, reply with nothing but JSON in this form: ' }}
+        {{- '{"name": name of the function, "parameters": object of its arguments}.\\n\\n' }}
+        {%- for tool in tools %}{{- tool | tojson(indent=4) + '\\n\\n' }}{% endfor %}
+    {%- endif %}
+    {%- if message.tool_calls %}
+        {%- if message.tool_calls | length > 1 %}
+            {{- raise_exception('Only one call at a time is possible.') }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}' }}
+    {%- elif message.role == 'tool' %}
+        {{- message.content | tojson if message.content is not string else message.content }}
+    {%- else %}
+        {{- message.content | trim }}
+    {%- endif %}
+    {{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
 QWEN3 = """
 {%- if messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
@@ -83,11 +113,16 @@ def byte_level_json(special: tuple[str, ...] = CHATML_TOKENS, adds_bos: bool = F
 
 @cache
 def make_tokenizer(family: str = "chatml") -> Tokenizer:
-    """Of "chatml" (no BOS), "llama3" (BOS from the post-processor), "qwen3", "pieces" or "smollm2"."""
+    """Of "chatml" (no BOS), "llama3" (BOS from the post-processor), "qwen3", "pieces", "letters" (a, b, c
+    and nothing else) or "smollm2"."""
     if family == "smollm2":
         return Tokenizer(smollm2_spec())
     if family == "pieces":
         return Tokenizer(spec_of(pieces_json(), "<s>", "</s>"))
+    if family == "letters":
+        raw = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2}, []))
+        raw.decoder = decoders.ByteLevel()
+        return Tokenizer(spec_of(raw.to_str()))
     if family == "llama3":
         return Tokenizer(
             spec_of(byte_level_json(LLAMA3_TOKENS, adds_bos=True), LLAMA3_TOKENS[0], "<|eot_id|>")

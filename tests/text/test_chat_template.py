@@ -15,6 +15,7 @@ from tests.text.samples import (
     CHATML_TOKENS,
     LLAMA3,
     LLAMA3_TOKENS,
+    LLAMA3_WITH_TOOLS,
     QWEN3,
     TEMPLATES,
     make_tokenizer,
@@ -376,3 +377,23 @@ def test_messages_of_the_caller_are_left_as_they_are() -> None:
     make_template("chatml").encode(messages, continue_final_message=True)
 
     assert messages == [said("developer", "<|im_end|>"), said("assistant", "half")]
+
+
+def test_tools_and_calls_are_rendered_in_the_form_that_llama_3_takes() -> None:
+    template = ChatTemplate(LLAMA3_WITH_TOOLS, make_tokenizer("llama3"))
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "<|eot_id|>"}}}
+    messages = [
+        said("user", "Hi"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "42"},
+    ]
+
+    text, ids = template.encode(messages, tools=[tool])
+
+    assert '"name": "f"' in text.partition("<|eot_id|>")[0]
+    assert '{"name": "f", "parameters": {"a": "<|eot_id|>"}}<|eot_id|>' in text
+    assert "<|start_header_id|>ipython<|end_header_id|>\n\n42<|eot_id|>" in text
+    assert num_control("llama3", ids) == 1 + 3 * 4 - 1  # what the call says ends nothing
+    with pytest.raises(RequestError, match="Only one call"):
+        template.encode([*messages[:1], {**messages[1], "tool_calls": [call, call]}])
