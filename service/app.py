@@ -33,6 +33,7 @@ from service.progress import Fanout, Progress, TerminalProgress
 from service.settings import Settings
 from service.text.chat_template import ChatTemplate
 from service.text.generation import TextGenerator
+from service.text.matcher import Grammars
 from service.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -193,17 +194,13 @@ def load(settings: Settings, api: Api, progress: Progress) -> tuple[Checkpoint, 
     spec = checkpoint.tokenizer
     tokenizer = Tokenizer(spec)
     template = None if spec.chat_template is None else ChatTemplate(spec.chat_template, tokenizer)
+    grammars = Grammars(tokenizer, checkpoint.config.vocab_size, checkpoint.config.eos_token_ids)
+    grammars.warm_up()  # beside the loading, so that it holds up nobody later
     engine = build_engine(
         checkpoint, settings, vocab_size=tokenizer.vocab_size, progress=progress, observer=api.metrics
     )
     api.metrics.describe(model_name=api.model_names[0], block_size=settings.block_size)
-    generator = TextGenerator(
-        engine,
-        tokenizer,
-        template,
-        checkpoint.sampling_defaults,
-        eos_token_ids=checkpoint.config.eos_token_ids,
-    )
+    generator = TextGenerator(engine, tokenizer, template, checkpoint.sampling_defaults, grammars)
     return checkpoint, engine, generator
 
 

@@ -12,7 +12,17 @@ from service.settings import OPTIONS
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 _COMMAND_FLAGS = {"--config", "--url", "--arch", "--version", "--help"}
-_OTHERS = {"--no-deps", "--port"}
+_OTHERS = {
+    "--no-deps",
+    "--port",
+    "--text",
+    "--tag",
+    "--target",
+    "--build-arg",
+    "--set",
+    "--values",
+    "--file",
+}
 
 
 def fenced(language: str) -> list[str]:

@@ -79,15 +79,14 @@ class TextGenerator:
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         defaults: SamplingDefaults,
-        eos_token_ids: Sequence[int] = (),
+        grammars: Grammars | None = None,
     ) -> None:
-        """`eos_token_ids`: the engine's, with which a grammar ends."""
+        """`grammars`: of this tokenizer and the engine's ids; None: of a model without EOS."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._template = template
         self._defaults = defaults
-        self._eos_token_ids = tuple(each for each in eos_token_ids if each < engine.vocab_size)
-        self._grammars = Grammars(tokenizer, engine.vocab_size, eos_token_ids)
+        self._grammars = Grammars(tokenizer, engine.vocab_size, ()) if grammars is None else grammars
 
     @property
     def max_model_len(self) -> int:
@@ -205,7 +204,7 @@ class TextGenerator:
             thinking,
             tags,
             break_ids=self._break_ids,
-            eos_ids=frozenset(self._eos_token_ids),
+            eos_ids=frozenset(self._grammars.eos_token_ids),
         )
 
     @cached_property

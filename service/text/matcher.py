@@ -38,10 +38,14 @@ class Grammars:
         """`vocab_size`: of the engine, whose ids above the tokenizer's are never allowed."""
         self._tokenizer = tokenizer
         self._vocab_size = min(vocab_size, tokenizer.vocab_size)
-        self._eos_token_ids = [each for each in eos_token_ids if each < self._vocab_size]
+        self.eos_token_ids = [each for each in eos_token_ids if each < self._vocab_size]
         self._compile_seconds = compile_seconds
         self._compiled: OrderedDict[tuple[str, str], Matcher] = OrderedDict()
         self._lock = threading.Lock()
+
+    def warm_up(self) -> None:
+        """Begin to read the vocabulary: up to a second and a half, and half of that with the GIL held."""
+        self.pool.submit(self._read_vocabulary)
 
     async def compile(self, spec: GrammarSpec) -> "Matcher":
         """A matcher at the start of the grammar; a request takes copies of it.
@@ -88,8 +92,7 @@ class Grammars:
 
     def _compile_whole(self, spec: GrammarSpec) -> "Matcher":
         text = llguidance_grammar(spec)
-        with self._lock:
-            vocabulary, eos_bits = self._vocabulary
+        vocabulary, eos_bits = self._read_vocabulary()
         raw = LLMatcher(vocabulary, text, log_level=0, limits=_LIMITS)
         if raw.is_error():
             raise refusal(spec, raw.get_error())
@@ -100,13 +103,17 @@ class Grammars:
             raise refusal(spec, "only the empty text matches.")
         return matcher
 
+    def _read_vocabulary(self) -> tuple[LLTokenizer, NDArray[np.uint32]]:
+        with self._lock:
+            return self._vocabulary
+
     @cached_property
     def _vocabulary(self) -> tuple[LLTokenizer, NDArray[np.uint32]]:
         """The tokenizer as llguidance wants it, and the bits of EOS in a mask.
 
         A model without EOS gets one that it can't sample, so that the end of a grammar can be seen.
         """
-        vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
+        vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self.eos_token_ids)
         eos_bits = np.zeros(-(-len(vocabulary.tokens) // 32), np.uint32)
         for token_id in vocabulary.eos_token_ids:
             eos_bits[token_id // 32] |= np.uint32(1 << token_id % 32)

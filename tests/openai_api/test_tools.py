@@ -19,7 +19,12 @@ from tests.openai_api.scripted import (
     post,
     served,
 )
-from tests.openai_api.whole_server import TOOLS_TEMPLATE, chat, whole_server
+from tests.openai_api.whole_server import (
+    THINKING_TOOLS_TEMPLATE,
+    TOOLS_TEMPLATE,
+    chat,
+    whole_server,
+)
 
 URL = "/v1/chat/completions"
 QWEN3 = ChatFormat(ThinkingTags(1, 2, True), HERMES)
@@ -424,6 +429,24 @@ async def test_calls_that_must_come_do_and_keep_to_the_schema(choice: Any, names
         assert set(json.loads(arguments)) == {"ok"}
         assert message["content"] == ""
         assert message["finish_reason"] == "tool_calls"
+
+
+async def test_a_call_that_must_come_comes_behind_the_thinking() -> None:
+    seen = []
+    async with whole_server(template=THINKING_TOOLS_TEMPLATE, max_model_len=3000) as server:
+        for text in "abc":
+            asked = {
+                **chat(text, tools=[letters_tool("alpha")], tool_choice="required"),
+                "max_tokens": 2500,
+                "parallel_tool_calls": False,
+            }
+            plain = plain_message((await post(server.api, URL, asked)).json())
+            assert rebuilt(events_of(await post(server.api, URL, {**asked, "stream": True}))) == plain
+            seen.append(plain)
+
+    assert any(message["reasoning"] for message in seen)
+    assert [[name for name, _ in message["calls"]] for message in seen] == [["alpha"]] * 3
+    assert [message["content"] for message in seen] == [""] * 3
 
 
 async def test_a_schema_that_can_not_be_kept_to_is_a_400_before_admission() -> None:

@@ -17,6 +17,7 @@ from service.model.checkpoint import TokenizerSpec
 from service.model.config import SamplingDefaults
 from service.text.chat_template import ChatTemplate
 from service.text.generation import TextGenerator
+from service.text.matcher import Grammars
 from service.text.tokenizer import Tokenizer
 from tests.engine.fake_runner import VOCAB, FakeRunner
 from tests.openai_api.scripted import MODEL
@@ -36,6 +37,7 @@ THINKING_TEMPLATE = TEMPLATE + (
 )
 # calls in tags, as Qwen3's
 TOOLS_TEMPLATE = TEMPLATE + "{% if tools %}{# <tool_call> arguments #}{{ tools | tojson }}{% endif %}"
+THINKING_TOOLS_TEMPLATE = TOOLS_TEMPLATE + "{# </think> enable_thinking #}<think>\n"
 
 
 def make_tokenizer() -> Tokenizer:
@@ -86,7 +88,8 @@ async def whole_server(**options: Any) -> AsyncIterator[Whole]:
         observer=metrics,
     )
     template = ChatTemplate(options.pop("template", TEMPLATE), tokenizer)
-    generator = TextGenerator(engine, tokenizer, template, SamplingDefaults(), eos_token_ids=(0,))
+    grammars = Grammars(tokenizer, VOCAB, [0])
+    generator = TextGenerator(engine, tokenizer, template, SamplingDefaults(), grammars)
     health = Health(is_ready=True, engine_failure=lambda: engine.failure)
     await engine.start()
     try:

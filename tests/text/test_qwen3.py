@@ -41,7 +41,7 @@ def api_saying(text: str) -> Any:
     ids = [*qwen3_tokenizer().encode(text), eos()]
     engine = ScriptedEngine(ids, eos_token_ids=[eos()], vocab_size=VOCAB)
     defaults = SamplingDefaults()
-    generator = TextGenerator(engine, qwen3_tokenizer(), qwen3_template(), defaults, [eos()])
+    generator = TextGenerator(engine, qwen3_tokenizer(), qwen3_template(), defaults)
     return make_api(generator)
 
 
