@@ -1,13 +1,12 @@
 """A real browser on the chat page of a real server."""
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from tests.programs import require
 from tests.server.server_process import ServerProcess, running_server
 
 _FLAGS = (
@@ -19,20 +18,17 @@ _FLAGS = (
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(default_model: Path) -> Iterator[ServerProcess]:
     with running_server("--offline", "--kv-cache-gib", "0.25", "--max-running", "8") as server:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(
+    scope="module"
+)  # not longer: Playwright keeps an event loop running, and others need theirs
 def browser() -> Iterator[Browser]:
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
-    if program is None:
-        reason = "Chromium is not installed (Debian: apt-get install chromium)"
-        if os.environ.get("CI"):  # noqa: TID251  not a setting of the service
-            pytest.fail(reason)
-        pytest.skip(reason)
+    program = require("chromium", "chromium")
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=program, args=list(_FLAGS))
         yield opened
