@@ -113,7 +113,7 @@ def _quantize(settings: Settings, given: dict[str, object]) -> int:
 def _perplexity(settings: Settings, given: dict[str, object]) -> int:
     from service.perplexity import run_perplexity
 
-    window, stride = cast(int, given["window"]), cast(int, given["stride"])
+    window, stride = cast("int | None", given["window"]), cast("int | None", given["stride"])
     return run_perplexity(settings, Path(str(given["text"])), window, stride)
 
 
@@ -164,10 +164,10 @@ def _parser() -> argparse.ArgumentParser:
         if name == "perplexity":
             command.add_argument("--text", required=True, metavar="FILE", help="plain text in UTF-8")
             command.add_argument(
-                "--window", type=int, default=1024, help="tokens to a window (default: 1024)"
+                "--window", type=int, help="tokens to a window (default: 1024, or the model's context)"
             )
             command.add_argument(
-                "--stride", type=int, default=512, help="tokens between windows (default: 512)"
+                "--stride", type=int, help="tokens from window to window (default: half a window)"
             )
         if name == "bench":
             command.add_argument("--url", help="measure a running server instead, such as http://host:5728")

@@ -19,12 +19,14 @@ from service.text.tokenizer import Tokenizer
 
 _ROWS = 128  # positions whose logits are computed at a time
 _BLOCK_SIZE = 16
+_WINDOW = 1024
 
 
-def run_perplexity(settings: Settings, text_file: Path, window: int, stride: int) -> int:
-    """Print one JSON object. Raises: PhotonError."""
-    if not 0 < stride <= window:
-        raise SettingsError(f"stride={stride}: it takes a number from 1 to the window, {window}.")
+def run_perplexity(settings: Settings, text_file: Path, window: int | None, stride: int | None) -> int:
+    """Print one JSON object. `window`: None: 1,024, or the model's context; `stride`: None: half of it.
+
+    Raises: PhotonError.
+    """
     try:
         text = text_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -32,30 +34,17 @@ def run_perplexity(settings: Settings, text_file: Path, window: int, stride: int
     progress = TerminalProgress()
     try:
         checkpoint = find_model(settings, progress)
-        if window > checkpoint.config.max_positions:
-            most = checkpoint.config.max_positions
-            raise SettingsError(f"window={window}: the model's context is {most} tokens.")
+        window, stride = _windows(window, stride, checkpoint.config.max_positions)
         ids = np.array(Tokenizer(checkpoint.tokenizer).encode(text, allow_special=False), np.int32)
         if len(ids) < 2:
             raise SettingsError(f"text: {text_file} has {len(ids)} tokens; at least 2 are needed.")
         decoder, backend, numerics = load_decoder(checkpoint, settings, window, progress)
-        scorer = _Scorer(decoder, backend, window)
-        losses = []
-        progress.phase("scoring")
-        starts = list(range(0, max(1, len(ids) - window + stride), stride))
-        for done, start in enumerate(starts, 1):
-            part = ids[start : start + window]
-            first = 1 if start == 0 else max(1, window - stride)  # the rest were told before
-            if len(part) > first:
-                losses.append(scorer.losses(part, first))
-            progress.update(done, len(starts), "windows")
+        losses = _all_losses(_Scorer(decoder, backend, window), ids, window, stride, progress)
     finally:
         progress.close()
-    all_losses = np.concatenate(losses)
     result = {
-        "perplexity": exp(float(all_losses.mean())),
-        "tokens": len(all_losses),
-        "windows": len(losses),
+        "perplexity": exp(float(losses.mean())),
+        "tokens": len(losses),
         "window": window,
         "stride": stride,
         "model": str(checkpoint.path),
@@ -63,6 +52,33 @@ def run_perplexity(settings: Settings, text_file: Path, window: int, stride: int
     }
     print(json.dumps(result, indent=2))
     return 0
+
+
+def _windows(window: int | None, stride: int | None, context: int) -> tuple[int, int]:
+    chosen = min(_WINDOW, context) if window is None else window
+    step = max(1, chosen // 2) if stride is None else stride
+    if not 1 < chosen <= context:
+        raise SettingsError(f"window={chosen}: it takes a number from 2 to the model's context, {context}.")
+    if not 0 < step <= chosen:
+        raise SettingsError(f"stride={step}: it takes a number from 1 to the window, {chosen}.")
+    return chosen, step
+
+
+def _all_losses(
+    scorer: "_Scorer", ids: NDArray[np.int32], window: int, stride: int, progress: TerminalProgress
+) -> NDArray[np.float64]:
+    """Of every token once, in the first window that shows it, but for those without any before them."""
+    progress.phase("scoring")
+    losses = []
+    starts = range(0, max(1, len(ids) - window + stride), stride)
+    for done, start in enumerate(starts, 1):
+        part = ids[start : start + window]
+        first = 1 if start == 0 else max(1, window - stride)
+        if len(part) > first:
+            losses.append(scorer.losses(part, first))
+        progress.update(done, len(starts), "windows")
+    found: NDArray[np.float64] = np.concatenate(losses)
+    return found
 
 
 class _Scorer:
