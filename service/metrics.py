@@ -215,6 +215,15 @@ DEFINITIONS = (
 )  # fmt: skip
 
 
+def as_markdown() -> str:
+    """The table of metrics in docs/metrics.md."""
+    lines = ["| name | kind | labels | what it is | vLLM's name |", "| --- | --- | --- | --- | --- |"]
+    for each in DEFINITIONS:
+        labels, alias = ", ".join(each.labels), f"`{each.alias}`" if each.alias else ""
+        lines.append(f"| `{each.name}` | {each.kind} | {labels} | {each.text} | {alias} |")
+    return "\n".join(lines) + "\n"
+
+
 class _Scrape(Collector):
     """Turns the numbers of a `Metrics` into Prometheus' families, once a scrape."""
 

@@ -1,12 +1,22 @@
 """service/metrics.py: names, values, and labels that stay bounded."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.engine.observer import EngineGauges, EngineObserver, RequestTimes
-from service.metrics import ABORT_CAUSES, DEFINITIONS, REASONS, REFUSAL_CAUSES, Histogram, Metrics
+from service.metrics import (
+    ABORT_CAUSES,
+    DEFINITIONS,
+    REASONS,
+    REFUSAL_CAUSES,
+    Histogram,
+    Metrics,
+    as_markdown,
+)
 
 TIMES = RequestTimes(
     queue_seconds=0.2,
@@ -142,3 +152,32 @@ def test_buckets_count_what_is_at_or_below_their_bound(observed: list[tuple[floa
 
     for bound, count in histogram.buckets():
         assert count == sum(times for value, times in observed if value <= float(bound))
+
+
+def test_the_documented_table_is_that_of_the_code() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+
+    assert as_markdown() in text, (
+        "remake it: python -c 'from service.metrics import *; print(as_markdown())'"
+    )
+
+
+def test_the_names_and_kinds_that_dashboards_and_gateways_rely_on() -> None:
+    kinds = {each.alias or each.name: (each.kind, each.alias_labels or each.labels) for each in DEFINITIONS}
+    wanted = {
+        "vllm:num_requests_waiting": ("gauge", ()),
+        "vllm:num_requests_running": ("gauge", ()),
+        "vllm:kv_cache_usage_perc": ("gauge", ()),
+        "vllm:cache_config_info": ("gauge", ("block_size", "num_gpu_blocks")),
+        "vllm:time_to_first_token_seconds": ("histogram", ()),
+        "vllm:inter_token_latency_seconds": ("histogram", ()),
+        "vllm:e2e_request_latency_seconds": ("histogram", ()),
+        "vllm:prompt_tokens_total": ("counter", ()),
+        "vllm:generation_tokens_total": ("counter", ()),
+        "vllm:request_success_total": ("counter", ("finished_reason",)),
+        "vllm:num_preemptions_total": ("counter", ()),
+        "vllm:prefix_cache_queries_total": ("counter", ()),
+        "vllm:prefix_cache_hits_total": ("counter", ()),
+    }
+
+    assert kinds | wanted == kinds

@@ -44,7 +44,7 @@ export class Sidebar {
     const label = (what) => ({ attributes: { "aria-label": `${what}: ${conversation.title}` }, className: "icon" });
     return make("li", { className: isCurrent ? "current" : "" }, open,
       button("✎", () => this.rename(conversation, open), label(text.rename)),
-      button("🗑", () => this.remove(conversation), label(text.remove)));
+      button("✕", () => this.remove(conversation), label(text.remove)));
   }
 
   rename(conversation, open) {
