@@ -157,7 +157,7 @@ export class Chat {
     const messages = history.map(({ role, content }) => ({ role, content }));
     if (settings.system.trim()) messages.unshift({ role: "system", content: settings.system });
     const body = { model: settings.model, messages };
-    for (const name of NUMBERS) if (settings[name] !== "") body[name] = Number(settings[name]);
+    for (const name of NUMBERS) if (settings[name] !== "" && !Number.isNaN(Number(settings[name]))) body[name] = Number(settings[name]);
     const stop = settings.stop.split("\n").filter(Boolean);
     if (stop.length) body.stop = stop;
     if (!settings.thinks) body.chat_template_kwargs = { enable_thinking: false };

@@ -29,6 +29,10 @@ const status = new Status(store, async () => {
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && chat.isBusy && !document.querySelector("dialog[open]")) chat.stop();
 });
+addEventListener("storage", () => {
+  store.reload(sidebar.current);
+  sidebar.show();
+});
 sidebar.open(store.matching("")[0] ?? store.create());
 byId("prompt").focus();
 status.watch();

@@ -20,7 +20,7 @@ function read(key, fallback) {
 
 const asText = (value) => (typeof value === "string" ? value : "");
 
-// What an import may hold: anything else is dropped.
+// What storage and imports may hold: anything else is dropped.
 function cleanMessage(raw) {
   if (!raw || !ROLES.includes(raw.role)) return null;
   const calls = Array.isArray(raw.calls) ? raw.calls : [];
@@ -37,18 +37,33 @@ function cleanMessage(raw) {
 function clean(raw) {
   if (!raw || typeof raw !== "object" || !Array.isArray(raw.messages)) return null;
   return {
-    id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`,
+    id: asText(raw.id) || `${Date.now()}-${Math.random()}`,
     title: asText(raw.title).slice(0, 200),
     changed: Number.isFinite(raw.changed) ? raw.changed : Date.now(),
     messages: raw.messages.map(cleanMessage).filter(Boolean),
   };
 }
 
+function cleanAll(raw) {
+  return (Array.isArray(raw) ? raw : []).map(clean).filter((each) => each?.messages.length);
+}
+
+function cleanSettings(raw) {
+  const known = Object.entries(raw ?? {}).filter(([name, value]) => typeof value === typeof DEFAULTS[name]);
+  return { ...DEFAULTS, ...Object.fromEntries(known) };
+}
+
 export class Store {
   constructor(onFull) {
     this.onFull = onFull;
-    this.conversations = read(CONVERSATIONS, []).filter((each) => Array.isArray(each?.messages));
-    this.settings = { ...DEFAULTS, ...read(SETTINGS, {}) };
+    this.conversations = cleanAll(read(CONVERSATIONS, []));
+    this.settings = cleanSettings(read(SETTINGS, {}));
+  }
+
+  // Takes over what another tab has written, but for the conversation that is open here.
+  reload(open) {
+    const others = cleanAll(read(CONVERSATIONS, [])).filter((each) => each.id !== open.id);
+    this.conversations = [open, ...others];
   }
 
   get key() {
@@ -103,7 +118,7 @@ export class Store {
   imported(content) {
     const { format, conversations } = JSON.parse(content);
     if (format !== "photoninfer-conversations" || !Array.isArray(conversations)) throw new TypeError("no export");
-    const found = conversations.map(clean).filter((each) => each?.messages.length);
+    const found = cleanAll(conversations.map((each) => ({ ...each, id: "" })));
     this.conversations.unshift(...found);
     this.save();
     return found.length;

@@ -154,6 +154,44 @@ def test_conversations_outlive_a_reload_and_can_be_searched_renamed_and_deleted(
     expect(titles).to_have_text(["Second question"])
 
 
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "{",
+        '"x"',
+        "5",
+        '{"a": 1}',
+        "[1, null]",
+        '[{"messages": 5}]',
+        '[{"messages": [null, {"role": "user"}]}]',
+    ],
+)
+def test_storage_that_was_spoilt_does_no_harm(page: Page, kept: str) -> None:
+    for name in ("conversations", "settings"):
+        page.evaluate("([name, kept]) => localStorage.setItem(`photoninfer.${name}`, kept)", [name, kept])
+    page.evaluate(
+        'localStorage.setItem(\'photoninfer.settings\', \'{"system": null, "temperature": "x"}\')'
+    )
+    page.reload()
+    answer_with(page, events(delta(content="Still here.")))
+    send(page, "Hello")
+
+    expect(answers(page).last.locator(".body")).to_have_text("Still here.")
+
+
+def test_two_tabs_keep_each_other_s_conversations(page: Page) -> None:
+    other = page.context.new_page()
+    other.goto("/")
+    for tab, text in ((page, "In the first tab"), (other, "In the second tab")):
+        answer_with(tab, events(delta(content="Yes.")))
+        send(tab, text)
+        wait_for_answer(tab)
+    page.reload()
+
+    titles = page.locator("#conversations .title")
+    expect(titles).to_have_text(["In the second tab", "In the first tab"])
+
+
 def test_an_export_can_be_imported(page: Page) -> None:
     answer_with(page, events(delta(content="Kept.")))
     send(page, "Keep this")
