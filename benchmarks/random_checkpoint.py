@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.shapes import MODELS
 from service.model.config import ModelConfig
+from service.model.quantize import config_json
 from service.model.weights import wanted_shapes
 
 
@@ -43,21 +44,7 @@ def write(folder: Path, config: ModelConfig) -> None:
     noise = np.random.default_rng(0).standard_normal((1 << 22) - 3, np.float32)
     tensors = {name: tensor(shape, noise) for name, shape in wanted_shapes(config).items()}
     save_file(tensors, folder / "model.safetensors")
-    described = {
-        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
-        "hidden_size": config.dim,
-        "intermediate_size": config.ffn,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope.theta,
-        "tie_word_embeddings": config.tied_embeddings,
-        "eos_token_id": 256,
-    }
+    described = config_json(config, folder) | {"eos_token_id": 256}
     (folder / "config.json").write_text(json.dumps(described))
     write_tokenizer(folder, config.vocab_size)
 

@@ -182,7 +182,7 @@ def _texts(checkpoint: Checkpoint, quantization: Quantization) -> dict[str, str]
         }
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     else:
-        texts, config = _tokenizer_texts(checkpoint), _config(checkpoint.config, path)
+        texts, config = _tokenizer_texts(checkpoint), config_json(checkpoint.config, path)
     config["quantization_config"] = _quantization_config(quantization, checkpoint.config)
     return {**texts, "config.json": json.dumps(config, indent=2) + "\n"}
 
@@ -227,8 +227,8 @@ def _tokenizer_texts(checkpoint: Checkpoint) -> dict[str, str]:
     return {"tokenizer.json": spec.tokenizer_json, "tokenizer_config.json": json.dumps(known, indent=2)}
 
 
-def _config(config: ModelConfig, path: Path) -> dict[str, Any]:
-    """config.json of a model that came as GGUF."""
+def config_json(config: ModelConfig, path: Path) -> dict[str, Any]:
+    """A config.json for a model that came without, from `path`. Raises: ModelError: it can't be said so."""
     if config.rope.divisors:
         raise ModelError(
             f"{path}: its RoPE frequencies are a table, which config.json can't say; quantise the model "
