@@ -1,6 +1,6 @@
 // The dialog of settings; every change counts at once.
 
-import { modelNames } from "./api.js";
+import { ApiError, modelNames } from "./api.js";
 import { byId, make } from "./elements.js";
 import { DEFAULTS } from "./store.js";
 import { text } from "./strings.js";
@@ -56,9 +56,14 @@ export class Settings {
     const { store } = this;
     if (name === "key") {
       const input = make("input", { id, type: "password", value: store.key, autocomplete: "off" });
-      input.addEventListener("change", () => {
+      input.addEventListener("change", async () => {
         store.key = input.value.trim();
-        this.findModel();
+        try {
+          await this.findModel();
+        } catch (error) {
+          if (!(error instanceof ApiError)) throw error;
+          byId(`${id}-hint`).textContent = error.message;
+        }
       });
       return input;
     }

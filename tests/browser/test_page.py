@@ -370,10 +370,16 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_alone(browser: Browser, server:
     page.route("**/v1/models", models)
     page.goto("/")
     expect(page.get_by_role("dialog")).to_contain_text("API key")
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.get_by_label("API key").fill("wrong")
+    page.get_by_label("API key").blur()
+    expect(page.locator("#setting-key-hint")).to_contain_text("No key.")
     page.get_by_label("API key").fill("secret")
     page.get_by_label("API key").blur()
     expect(page.locator("#model")).to_have_text("guarded")
     assert page.evaluate("JSON.stringify(localStorage)").find("secret") == -1
+    assert faults == []
     context.close()
 
 
