@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from openai_api.answer import Stamp, UsageWishes, answer
 from openai_api.api import Api
-from openai_api.chat_prompt import ignored_effort, make_prompt
-from openai_api.fields import REFUSED_BY_CHAT, ignored_fields
+from openai_api.chat_prompt import ChatPrompt, ignored_effort, make_prompt
+from openai_api.fields import HEADER, REFUSED_BY_CHAT, header_value, ignored_fields
 from openai_api.json_body import read_object
 from openai_api.logprobs import chat_logprobs
 from openai_api.messages import ignored_in_messages
@@ -26,14 +26,15 @@ from openai_api.protocol import (
     ChatLogprobs,
     ChatMessage,
     ChatRequest,
+    RenderReply,
     to_struct,
 )
 from openai_api.reply_parts import MessageFold, ReplyParts
 from openai_api.run import Run
 from openai_api.sse import EventStream
-from openai_api.tools import tool_use
+from openai_api.tools import ToolUse, tool_use
 from service.text.choice import Delta
-from service.text.generation import TextGenerator
+from service.text.generation import GenerationParams, TextGenerator
 from service.text.reply import ReplyParser
 
 _DONE_FIELDS = frozenset(field.name for field in msgspec.structs.fields(ChatRequest))
@@ -50,14 +51,8 @@ class Chat:
         generator = self._api.ready_generator()
         body, ignored = _decode(await read_object(http))
         stamp = Stamp.new("chatcmpl-", self._api.served_name(body.model), self._api.system_fingerprint)
-        asked_by, max_tokens = chat_max_tokens(body)
-        tools = tool_use(body, generator.chat_format)
-        params = generation_params(
-            body, max_tokens=max_tokens, logprobs=num_chat_logprobs(body), grammar=tools.grammar
-        )
-        self._api.check_choices(params.n, "n")
-        prompt = await make_prompt(generator, body, tools.shown)
-        params = msgspec.structs.replace(params, thinking=prompt.thinking)
+        asked_by, _ = chat_max_tokens(body)
+        params, prompt, tools = await self._prepare(generator, body)
 
         run = await Run.start(generator, [prompt.ids], params, stamp.id, self._api.timeout_of(body.timeout))
 
@@ -73,6 +68,29 @@ class Chat:
         return await answer(
             http, reply, run, is_stream=bool(body.stream), ignored=ignored, ping_seconds=limits.ping_seconds
         )
+
+    async def render(self, http: Request) -> Response:
+        """The prompt that a chat would make, as text and ids; nothing is generated. Raises: as `create`."""
+        generator = self._api.ready_generator()
+        body, ignored = _decode(await read_object(http))
+        self._api.served_name(body.model)
+        _, prompt, _ = await self._prepare(generator, body)
+        reply = RenderReply(prompt.text, prompt.ids, len(prompt.ids), generator.max_model_len)
+        headers = {HEADER: header_value(ignored)} if ignored else {}
+        return Response(msgspec.json.encode(reply), headers=headers, media_type="application/json")
+
+    async def _prepare(
+        self, generator: TextGenerator, body: ChatRequest
+    ) -> tuple[GenerationParams, ChatPrompt, ToolUse]:
+        """All that can be refused before anything is generated, but for the prompt's length."""
+        _, max_tokens = chat_max_tokens(body)
+        tools = tool_use(body, generator.chat_format)
+        params = generation_params(
+            body, max_tokens=max_tokens, logprobs=num_chat_logprobs(body), grammar=tools.grammar
+        )
+        self._api.check_choices(params.n, "n")
+        prompt = await make_prompt(generator, body, tools.shown)
+        return msgspec.structs.replace(params, thinking=prompt.thinking), prompt, tools
 
 
 def _decode(raw: Mapping[str, Any]) -> tuple[ChatRequest, list[str]]:

@@ -370,6 +370,15 @@ class Completion(msgspec.Struct):
     object: str = "text_completion"
 
 
+class RenderReply(msgspec.Struct):
+    """What a chat makes of its messages."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+    count: int
+    max_model_len: int
+
+
 class TokenizeReply(msgspec.Struct):
     count: int
     max_model_len: int

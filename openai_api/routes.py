@@ -26,8 +26,10 @@ def make_routes(api: Api) -> list[BaseRoute]:
     async def version(_http: Request) -> Response:
         return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
 
+    chat = Chat(api)
     return [
-        Route("/v1/chat/completions", Chat(api).create, methods=["POST"]),
+        Route("/v1/chat/completions", chat.create, methods=["POST"]),
+        Route("/v1/chat/completions/render", chat.render, methods=["POST"]),
         Route("/v1/completions", Completions(api).create, methods=["POST"]),
         Route("/v1/responses", responses.create, methods=["POST"]),
         Route("/v1/responses/{id:path}", responses.stored, methods=["GET", "POST", "DELETE"]),

@@ -185,3 +185,40 @@ async def test_with_the_prefix_of_the_api_they_are_not_there_and_the_answer_says
 
     assert reply.status_code == 404
     assert f"Did you mean {path}?" in reply.json()["error"]["message"]
+
+
+RENDER = "/v1/chat/completions/render"
+
+
+async def test_render_shows_the_prompt_that_a_chat_would_have() -> None:
+    async with whole_server() as server:
+        body = {"model": MODEL, "messages": [USER], "temperature": 0, "max_tokens": 3, "user": "u"}
+        shown = await post(server.api, RENDER, body)
+        chat = await post(server.api, "/v1/chat/completions", body)
+        tokenized = await post(server.api, "/tokenize", {"messages": [USER]})
+        back = await post(server.api, "/detokenize", {"tokens": shown.json()["prompt_token_ids"]})
+
+    reply = shown.json()
+    assert list(reply) == ["prompt", "prompt_token_ids", "count", "max_model_len"]
+    assert reply["prompt_token_ids"] == tokenized.json()["tokens"]
+    assert reply["count"] == chat.json()["usage"]["prompt_tokens"]
+    assert back.json()["prompt"] == reply["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [USER], "temperature": 9}, "temperature"),
+        ({"messages": [USER], "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"messages": [USER], "response_format": {"type": "json_schema"}}, "response_format"),
+    ],
+)
+async def test_render_refuses_what_a_chat_refuses(body: dict[str, Any], field: str) -> None:
+    async with whole_server() as server:
+        shown = await post(server.api, RENDER, body)
+        chat = await post(server.api, "/v1/chat/completions", body)
+
+    assert shown.status_code == chat.status_code == 400
+    assert shown.json() == chat.json()
+    assert field in shown.json()["error"]["param"]
