@@ -110,9 +110,8 @@ class Metrics:
         self.time_to_first_token.observe(seconds)
 
     def next_tokens(self, seconds: float, num_tokens: int) -> None:
-        if num_tokens > 0:
-            self.num_generated_tokens += num_tokens
-            self.inter_token_latency.observe(seconds / num_tokens, num_tokens)
+        self.num_generated_tokens += num_tokens
+        self.inter_token_latency.observe(seconds, num_tokens)
 
     def preempted(self) -> None:
         self.num_preemptions += 1
@@ -191,7 +190,7 @@ DEFINITIONS = (
     Definition("photoninfer_time_to_first_token_seconds", "histogram", "Submission to the first token.",
                lambda m: m.time_to_first_token, alias="vllm:time_to_first_token_seconds"),
     Definition("photoninfer_inter_token_latency_seconds", "histogram",
-               "Time between tokens of one request; tokens that come together share their time.",
+               "Time between tokens of one request, as the engine hands them out.",
                lambda m: m.inter_token_latency, alias="vllm:inter_token_latency_seconds"),
     Definition("photoninfer_queue_time_seconds", "histogram", "Submission until first planned.",
                lambda m: m.queue_time, alias="vllm:request_queue_time_seconds"),

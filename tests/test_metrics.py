@@ -49,7 +49,7 @@ def test_a_request_is_seen_in_every_metric_it_touches() -> None:
     observer.step_done(num_prefill_tokens=7, num_decode_tokens=3, gauges=gauges)
     observer.prefix_cache_queried(num_tokens=7, num_hit_tokens=2)
     observer.first_token(0.5)
-    observer.next_tokens(0.04, 4)
+    observer.next_tokens(0.01, 4)
     observer.preempted()
     observer.finished("stop", TIMES)
     observer.refused("queue_full")

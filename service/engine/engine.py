@@ -8,62 +8,28 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from time import monotonic
 
 from service.engine.batch import Batch, BatchBuilder
 from service.engine.block_pool import BlockPool
+from service.engine.constraint import Constraint
 from service.engine.drain_rate import DrainRate
 from service.engine.observer import EngineGauges, EngineObserver, NoObserver, RequestTimes
 from service.engine.prefix_cache import PrefixCache
-from service.engine.request import FinishReason, Output, Request, SamplingParams, State, TokenLogprobs
+from service.engine.request import FinishReason, Request, SamplingParams, State, TokenLogprobs
 from service.engine.runner import Runner, StepResult
 from service.engine.scheduler import Scheduler, Step
+from service.engine.stream import Stream
 from service.errors import ContextLengthError, EngineDeadError, OverloadedError, RequestError
 
 log = logging.getLogger(__name__)
 
 
-# Turns of the event loop that a stream leaves to the engine when a step has ended. The stream finds more
-# ids at once then: with many streams, fewer and longer events keep the device busy.
-_TURNS = 4
-
-
-class Stream:
-    """Outputs of one request, from the engine to whoever asked. Implements interface.OutputStream."""
-
-    def __init__(self, engine: "Engine", request: Request) -> None:
-        self._engine = engine
-        self.request = request
-        self._ready: list[Output] = []
-        self._wakeup: asyncio.Future[None] | None = None
-        self._is_over = False
-        self.last_output_at = request.submitted_at
-        self.first_output_after: float | None = None
-
-    def put(self, output: Output) -> None:
-        """Hand over an output; the last one has a finish reason."""
-        self._ready.append(output)
-        self._is_over = output.finish_reason is not None
-        if self._wakeup is not None and not self._wakeup.done():
-            self._wakeup.set_result(None)
-
-    async def __aiter__(self) -> AsyncIterator[Output]:
-        while self._ready or not self._is_over:
-            if not self._ready:
-                self._wakeup = asyncio.get_running_loop().create_future()
-                await self._wakeup
-            for _ in range(_TURNS):
-                if not self._engine.has_result:
-                    break
-                await asyncio.sleep(0)
-            ready, self._ready = self._ready, []
-            yield ready[0] if len(ready) == 1 else _merged(ready)
-
-    async def close(self, cause: str) -> None:
-        self._engine.cancel(self, cause)
+# Steps whose ids may gather before streams hear of them, while the device is ahead of the host: fewer and
+# longer events then keep it busy.
+_MAX_HELD = 4
 
 
 class Engine:
@@ -107,7 +73,8 @@ class Engine:
         self._drain_rate = DrainRate()
         self._is_draining = False
         self._work_arrived = asyncio.Event()
-        self._awaited: Future[StepResult] | None = None  # of the step whose end the loop waits for
+        self._unread: list[Stream] = []  # have ids that they have not heard of
+        self._num_held = 0  # steps since streams last heard
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self._beat_at: float | None = None  # None: asleep, nothing to do
@@ -163,8 +130,10 @@ class Engine:
             submitted_at=monotonic(),
             seed=random.getrandbits(64) if params.seed is None else params.seed % 2**64,
             salt=salt,
+            ending_ids=frozenset(params.stop_token_ids)
+            | (frozenset() if params.ignore_eos else self._eos_token_ids),
         )
-        stream = self._streams[request.arrival] = Stream(self, request)
+        stream = self._streams[request.arrival] = Stream(request, self.cancel)
         self._is_empty.clear()
         self.scheduler.add(request)
         self._work_arrived.set()
@@ -173,7 +142,7 @@ class Engine:
     def cancel(self, stream: Stream, cause: str) -> None:
         """End a request from outside; idempotent. Its stream ends with CANCELLED."""
         if stream.request.state is not State.FINISHED:
-            self._end(stream.request, Output(finish_reason=FinishReason.CANCELLED), cause)
+            self._end(stream.request, FinishReason.CANCELLED, cause)
             self._report(num_prefill_tokens=0, num_decode_tokens=0)
 
     def _check_open(self) -> None:
@@ -208,11 +177,6 @@ class Engine:
             if not all(0 <= token_id < self.vocab_size for token_id in ids):
                 raise RequestError(f"Token ids go from 0 to {self.vocab_size - 1}.", field=field)
 
-    @property
-    def has_result(self) -> bool:
-        """Whether a step has ended that the engine has not seen yet."""
-        return self._awaited is not None and self._awaited.done()
-
     async def _run(self) -> None:
         launched: deque[_Launched] = deque()
         try:
@@ -223,6 +187,7 @@ class Engine:
                 has_launched = self._launch(launched)
                 if launched and (not has_launched or len(launched) >= self.runner.max_in_flight):
                     await self._collect(launched.popleft())
+                    self._wake_streams(launched)
                 else:
                     await asyncio.sleep(0)
         except EngineDeadError as error:
@@ -262,75 +227,88 @@ class Engine:
 
     async def _collect(self, launched: "_Launched") -> None:
         """Wait for a step and hand out its ids."""
-        step, self._awaited = launched.step, launched.future
+        step = launched.step
         try:
+            if launched.future.done():
+                await asyncio.sleep(0)
             result = await asyncio.wrap_future(launched.future)
         except EngineDeadError:
             raise
         except Exception as error:
             self._fail_step(step, error)
             return
-        finally:
-            self._awaited = None
         self.scheduler.step_done(step)
-        ids, now = result.ids.tolist(), monotonic()
-        for index, request in enumerate(launched.batch.sampled):
-            if request.state is not State.FINISHED:
-                self._hand_out(request, ids[index], now, result, index)
-        num_decode = launched.batch.arrays.num_decode
-        num_tokens = sum(work.num_tokens for work in step.work)
-        self._report(num_prefill_tokens=num_tokens - num_decode, num_decode_tokens=num_decode)
+        self._hand_out(launched.batch, result)
+        arrays = launched.batch.arrays
+        num_prefill_tokens = len(arrays.positions) - arrays.num_decode
+        self._report(num_prefill_tokens=num_prefill_tokens, num_decode_tokens=arrays.num_decode)
 
-    def _hand_out(
-        self, request: Request, token_id: int, now: float, result: StepResult, index: int
-    ) -> None:
-        if token_id < 0:
-            self._distrust_cache()
-            message = "The model's output is not a number (NaN), or every token is forbidden."
-            self._end(request, Output(finish_reason=FinishReason.ERROR, error=message), "error")
+    def _wake_streams(self, launched: "deque[_Launched]") -> None:
+        """Let streams read, unless the next step has ended already: then soon, with what it gave."""
+        self._num_held += 1
+        if self._num_held < _MAX_HELD and launched and launched[0].future.done():
             return
-        params, stream = request.params, self._streams[request.arrival]
-        request.token_ids.append(token_id)
-        output = Output(token_ids=[token_id], num_cached_tokens=request.num_cached_tokens or 0)
-        if params.logprobs is not None:
-            output.logprobs = [_token_logprobs(params.logprobs, result, index)]
-        self._note_output(stream, now)
-        if token_id in params.stop_token_ids or (token_id in self._eos_token_ids and not params.ignore_eos):
-            output.finish_reason, output.stop_token_id = FinishReason.STOP, token_id
-        else:
-            self._follow(request, token_id, output)
-        if output.finish_reason is None:
-            stream.put(output)
-        else:
-            self._end(request, output, output.finish_reason.value)
+        for stream in self._unread:
+            stream.wake()
+        self._unread.clear()
+        self._num_held = 0
 
-    def _follow(self, request: Request, token_id: int, output: Output) -> None:
-        """Go on in the request's grammar, if it has one, and see whether the id is the last."""
-        constraint = request.params.constraint
-        if constraint is not None:
-            constraint.advance(token_id)
-        if constraint is not None and constraint.is_over:
-            output.finish_reason = FinishReason.STOP
+    def _hand_out(self, batch: Batch, result: StepResult) -> None:
+        now, finished, gaps = monotonic(), State.FINISHED, dict[float, int]()
+        for index, (request, token_id) in enumerate(zip(batch.sampled, result.ids.tolist(), strict=True)):
+            if request.state is finished:
+                continue
+            if token_id < 0:
+                self._distrust_cache()
+                message = "The model's output is not a number (NaN), or every token is forbidden."
+                self._end(request, FinishReason.ERROR, "error", error=message)
+                continue
+            stream = self._streams[request.arrival]
+            request.token_ids.append(token_id)
+            stream.add(token_id)
+            self._unread.append(stream)
+            if stream.first_output_after is None:
+                stream.first_output_after = now - request.submitted_at
+                self._observer.first_token(stream.first_output_after)
+            else:
+                gaps[stream.last_output_at] = gaps.get(stream.last_output_at, 0) + 1
+            stream.last_output_at = now
+            if request.params.logprobs is not None:
+                stream.add_logprobs(_token_logprobs(request.params.logprobs, result, index))
+            if token_id in request.ending_ids:
+                self._end(request, FinishReason.STOP, "stop", stop_token_id=token_id)
+            elif request.params.constraint is not None:
+                self._follow(request, request.params.constraint, token_id)
+            elif len(request.token_ids) >= request.last_num_tokens:
+                self._end(request, FinishReason.LENGTH, "length")
+        for last_output_at, count in gaps.items():
+            self._observer.next_tokens(now - last_output_at, count)
+
+    def _follow(self, request: Request, constraint: Constraint, token_id: int) -> None:
+        """Go on in the request's grammar, and see whether the id is the last."""
+        constraint.advance(token_id)
+        if constraint.is_over:
+            self._end(request, FinishReason.STOP, "stop")
         elif len(request.token_ids) >= request.last_num_tokens:
-            output.finish_reason = FinishReason.LENGTH
-        elif constraint is not None and constraint.failure is not None:
-            output.finish_reason, output.error = FinishReason.ERROR, constraint.failure
+            self._end(request, FinishReason.LENGTH, "length")
+        elif constraint.failure is not None:
+            self._end(request, FinishReason.ERROR, "error", error=constraint.failure)
 
-    def _note_output(self, stream: Stream, now: float) -> None:
-        if stream.first_output_after is None:
-            stream.first_output_after = now - stream.request.submitted_at
-            self._observer.first_token(stream.first_output_after)
-        else:
-            self._observer.next_tokens(now - stream.last_output_at, 1)
-        stream.last_output_at = now
-
-    def _end(self, request: Request, output: Output, reason: str) -> None:
-        """Finish a request and tell its stream and the observer."""
+    def _end(
+        self,
+        request: Request,
+        finish_reason: FinishReason,
+        reason: str,
+        *,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Finish a request and tell its stream and, with `reason`, the observer."""
         stream = self._streams.pop(request.arrival)
         if not self._streams:
             self._is_empty.set()
         self.scheduler.finish(request)
-        stream.put(output)
+        stream.end(finish_reason, stop_token_id=stop_token_id, error=error)
         now = monotonic()
         self._drain_rate.note(now)
         self._observer.finished(
@@ -353,7 +331,7 @@ class Engine:
         for work in step.work:
             if work.request.state is not State.FINISHED:
                 message = f"The step that computed this request failed: {error}"
-                self._end(work.request, Output(finish_reason=FinishReason.ERROR, error=message), "error")
+                self._end(work.request, FinishReason.ERROR, "error", error=message)
 
     def _distrust_cache(self) -> None:
         if self._prefix_cache is not None:
@@ -365,7 +343,7 @@ class Engine:
 
     def _fail_all(self, message: str) -> None:
         for stream in list(self._streams.values()):
-            self._end(stream.request, Output(finish_reason=FinishReason.ERROR, error=message), "error")
+            self._end(stream.request, FinishReason.ERROR, "error", error=message)
         self._report(num_prefill_tokens=0, num_decode_tokens=0)
 
     def _report(self, *, num_prefill_tokens: int, num_decode_tokens: int) -> None:
@@ -398,17 +376,4 @@ def _token_logprobs(num_top: int, result: StepResult, index: int) -> TokenLogpro
         rank=int(result.ranks[index]),
         top_ids=tuple(result.top_ids[index, :num_top].tolist()),
         top_logprobs=tuple(result.top_logprobs[index, :num_top].tolist()),
-    )
-
-
-def _merged(outputs: list[Output]) -> Output:
-    """Several outputs as one; the last says how it ended."""
-    last = outputs[-1]
-    return Output(
-        token_ids=[token_id for output in outputs for token_id in output.token_ids],
-        logprobs=[entry for output in outputs for entry in output.logprobs],
-        finish_reason=last.finish_reason,
-        stop_token_id=last.stop_token_id,
-        error=last.error,
-        num_cached_tokens=max(output.num_cached_tokens for output in outputs),
     )

@@ -39,7 +39,7 @@ class EngineObserver(Protocol):
         """TTFT of a request."""
 
     def next_tokens(self, seconds: float, num_tokens: int) -> None:
-        """`num_tokens` ids of one request handed out `seconds` after its previous ones."""
+        """`num_tokens` ids of as many requests, each `seconds` after its request's previous one."""
 
     def preempted(self) -> None:
         """A request lost its blocks and will be recomputed."""

@@ -106,6 +106,7 @@ class Request:
     num_pending_ids: int = 0  # ids sampled by those steps, still unknown to the host
     block_table: list[int] = field(default_factory=list)
     lane: int = -1  # its own place in the runner's per-request arrays while it is RUNNING
+    ending_ids: frozenset[int] = frozenset()  # EOS and stop ids, as this request wants them
     salt: bytes = b""  # requests share cached blocks only with requests of the same salt
     chain: int | bytes = b""  # prefix cache entry of the last registered block; the salt before the first
     num_registered_blocks: int = 0  # leading blocks that the prefix cache has seen

@@ -8,13 +8,14 @@ joining and leaving at every step is Orca's (Yu et al., OSDI 2022).
 from bisect import insort
 from dataclasses import dataclass, field
 
+import msgspec
+
 from service.engine.block_pool import BlockPool
 from service.engine.prefix_cache import PrefixCache
 from service.engine.request import Request, State
 
 
-@dataclass(slots=True, frozen=True)
-class Work:
+class Work(msgspec.Struct, frozen=True):
     """What a step does for one request: compute ids from position `start` on, and maybe sample."""
 
     request: Request
