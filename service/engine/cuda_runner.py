@@ -82,10 +82,10 @@ class CudaRunner:
             top_logprobs=backend.zeros((max_running, MAX_TOP_LOGPROBS), np.float32),
         )
         spare = _Spare(block=num_blocks, lane=max_running, slot=num_blocks * block_size)
-        self._device = _DeviceArrays(max_rows, max_running, self._max_blocks)
+        self._device = _DeviceArrays(max_rows, max_running, self._max_blocks, vocab_size)
         self._stages = [_HostStage(self._device, max_running, spare) for _ in range(_NUM_STAGES)]
         self._num_launched = 0
-        self._graphs: dict[tuple[_Sizes, bool], Any] = {}
+        self._graphs: dict[tuple[_Sizes, _Kind], Any] = {}
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="gpu")
         cupy.cuda.Device().synchronize()  # buffers were zeroed on another stream
 
@@ -94,16 +94,16 @@ class CudaRunner:
         self._num_launched += 1
         self._make_room(max(len(batch.sampling.seen_ids), len(batch.sampling.bias_ids)))
         with self._stream:
-            sizes, has_logprobs = _Sizes.of(batch), batch.sampling.max_top_logprobs >= 0
-            bucket = None if batch.sampling.bitmask is not None else self._bucket(sizes)
+            sizes, kind = _Sizes.of(batch), _Kind.of(batch)
+            bucket = self._bucket(sizes)
             stage.upload(batch, bucket or sizes, self._stream)
             if bucket is None:
-                self._run(sizes, batch.sampling)
-            elif (graph := self._graphs.get((bucket, has_logprobs))) is not None:
+                self._run(sizes, kind)
+            elif (graph := self._graphs.get((bucket, kind))) is not None:
                 graph.launch(self._stream)
             else:
-                self._captured(bucket, has_logprobs)  # runs the step while it prepares
-            stage.download(self._samples, sizes.num_samples, has_logprobs, self._stream)
+                self._captured(bucket, kind)  # runs the step while it prepares
+            stage.download(self._samples, sizes.num_samples, kind.has_logprobs, self._stream)
         return self._waiter.submit(stage.wait)
 
     def close(self) -> None:
@@ -119,17 +119,16 @@ class CudaRunner:
         with self._stream:
             self._stages[0].fill_spare(self._stream)
             for done, sizes in enumerate(wanted, 1):
-                self._captured(sizes, False)
+                self._captured(sizes, _Kind())
                 yield done, len(wanted)
 
-    def _captured(self, sizes: "_Sizes", has_logprobs: bool) -> None:
+    def _captured(self, sizes: "_Sizes", kind: "_Kind") -> None:
         """Run a step, then record it: a capture must not compile kernels or make workspaces."""
-        sampling = self._device.sampling(sizes.num_samples, None, has_logprobs)
-        self._run(sizes, sampling)
+        self._run(sizes, kind)
         self._stream.synchronize()
         self._stream.begin_capture()
-        self._run(sizes, sampling)
-        self._graphs[sizes, has_logprobs] = self._stream.end_capture()
+        self._run(sizes, kind)
+        self._graphs[sizes, kind] = self._stream.end_capture()
 
     def _bucket(self, sizes: "_Sizes") -> "_Sizes | None":
         """The graph that serves a step, with padding; None: it is launched stage by stage."""
@@ -145,12 +144,8 @@ class CudaRunner:
         """One request; its launches do not depend on the width of its block table."""
         return _Sizes(rows, 1, 1, self._max_blocks, 0)
 
-    def _run(self, sizes: "_Sizes", host: SamplingArrays | None) -> None:
-        """`host`: the sampling that was uploaded; None: greedy."""
-        arrays = self._device.step(sizes)
-        bitmask = None if host is None else host.bitmask
-        has_logprobs = host is not None and host.max_top_logprobs >= 0
-        sampling = self._device.sampling(sizes.num_samples, bitmask, has_logprobs)
+    def _run(self, sizes: "_Sizes", kind: "_Kind") -> None:
+        arrays, sampling = self._device.step(sizes), self._device.sampling(sizes.num_samples, kind)
         logits = self._logits[: sizes.num_samples]
         self.decoder.forward(arrays, self._cache, self._activations, self._last_ids, logits)
         if sizes.num_samples:
@@ -192,6 +187,18 @@ def _decode_sizes(batch: int, width: int) -> _Sizes:
 
 
 @dataclass(frozen=True, slots=True)
+class _Kind:
+    """What else the launches of a step depend on."""
+
+    has_logprobs: bool = False
+    has_bitmask: bool = False
+
+    @classmethod
+    def of(cls, batch: Batch) -> "_Kind":
+        return cls(batch.sampling.max_top_logprobs >= 0, batch.sampling.bitmask is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class _Spare:
     """Where padding rows write."""
 
@@ -203,7 +210,7 @@ class _Spare:
 class _DeviceArrays:
     """Arrays of fixed address that steps read: one block of memory that a single copy fills, and tables."""
 
-    def __init__(self, max_rows: int, max_requests: int, max_blocks: int) -> None:
+    def __init__(self, max_rows: int, max_requests: int, max_blocks: int, vocab_size: int) -> None:
         self.max_rows = max_rows
         lengths: dict[str, tuple[int, Any]] = dict.fromkeys(_ROWS, (max_rows, np.int32))
         lengths |= dict.fromkeys((*_REQUESTS, "sampling_positions"), (max_requests, np.int32))
@@ -219,6 +226,7 @@ class _DeviceArrays:
         self.packed = cupy.zeros(total, np.uint8)
         self._fields = self.views_of(self.packed)
         self.tables = cupy.zeros((max_requests, max_blocks), np.int32)
+        self.bitmask = cupy.zeros((max_requests, -(-vocab_size // 32)), np.uint32)
         self.make_sparse(_FIRST_SPARSE)
 
     def views_of(self, packed: Array) -> dict[str, Array]:
@@ -247,15 +255,15 @@ class _DeviceArrays:
             num_decode=sizes.num_decode,
         )
 
-    def sampling(self, num_samples: int, bitmask: HostArray | None, has_logprobs: bool) -> SamplingArrays:
+    def sampling(self, num_samples: int, kind: _Kind) -> SamplingArrays:
         fields = self._fields
         return SamplingArrays(
             **{name: fields[name][:num_samples] for name in _SAMPLES},
             **{name: fields[name][: num_samples + 1] for name in _STARTS},
             **self.sparse,
             positions=fields["sampling_positions"][:num_samples],
-            bitmask=None if bitmask is None else cupy.asarray(bitmask),
-            max_top_logprobs=MAX_TOP_LOGPROBS if has_logprobs else -1,
+            bitmask=self.bitmask[:num_samples] if kind.has_bitmask else None,
+            max_top_logprobs=MAX_TOP_LOGPROBS if kind.has_logprobs else -1,
         )
 
 
@@ -268,6 +276,7 @@ class _HostStage:
         self._packed = _pinned((device.num_bytes,), np.uint8)
         self._fields: dict[str, HostArray] = device.views_of(self._packed)
         self._tables = _pinned(device.tables.shape, np.int32)
+        self._bitmask = _pinned(device.bitmask.shape, np.uint32)
         self._sparse = {name: _pinned((device.max_sparse,), dtype) for name, dtype in _SPARSE.items()}
         self._ids = _pinned((2, max_requests), np.int32)
         self._logprobs = _pinned((max_requests,), np.float32)
@@ -295,6 +304,9 @@ class _HostStage:
         self._pad_requests(count, sizes.num_requests)
         self._pad_samples(num_samples, sizes.num_samples)
         self._upload_sparse(sampling, stream)
+        if sampling.bitmask is not None:
+            self._bitmask[:num_samples] = sampling.bitmask
+            self._device.bitmask[:num_samples].set(self._bitmask[:num_samples], stream=stream)
         self._send(sizes.num_requests, width, stream)
 
     def fill_spare(self, stream: Any) -> None:

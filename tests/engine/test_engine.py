@@ -11,10 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from service.engine.batch import Batch
-from service.engine.engine import Engine, Stream
+from service.engine.engine import Engine
 from service.engine.interface import EngineClient, OutputStream
 from service.engine.observer import EngineGauges, NoObserver, RequestTimes
 from service.engine.request import FinishReason, Output, SamplingParams
+from service.engine.stream import Stream
 from service.errors import ContextLengthError, EngineDeadError, OverloadedError, RequestError
 from tests.engine.fake_runner import VOCAB, FakeRunner, expected_ids
 

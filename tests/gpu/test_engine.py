@@ -267,3 +267,37 @@ async def test_a_prompt_alone_ends_by_its_length(backend: Any) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=1)
         outputs = [output async for output in await engine.submit([7], params, request_id="r")]
     assert [output.finish_reason for output in outputs] == [FinishReason.LENGTH]
+
+
+class EvenIds:
+    """A grammar of even ids; `start` leaves only one first id."""
+
+    is_over = False
+    failure: str | None = None
+
+    def __init__(self, start: int) -> None:
+        self._start: int | None = start
+
+    def fill_mask(self, row: Any) -> None:
+        row[:] = 0x55555555
+        if self._start is not None:
+            row[:] = 0
+            row[self._start // 32] = 1 << (self._start % 32)
+
+    def advance(self, token_id: int) -> None:
+        self._start = None
+
+
+async def test_grammars_bind_their_own_requests_alone(backend: Any) -> None:
+    rng = random.Random(6)
+    prompts = [draw_prompt(rng) for _ in range(10)]
+    async with running(backend) as engine:
+        plain = [await generate(engine, prompt) for prompt in prompts]
+        bound = [generate(engine, prompt, constraint=EvenIds(2 * i)) for i, prompt in enumerate(prompts)]
+        free = [generate(engine, prompt) for prompt in prompts]
+        replies = await asyncio.gather(*bound, *free)
+    for i, (ids, _) in enumerate(replies[:10]):
+        assert ids[0] == 2 * i
+        assert len(ids) == 40
+        assert all(token_id % 2 == 0 for token_id in ids)
+    assert [ids for ids, _ in replies[10:]] == [ids for ids, _ in plain]
