@@ -5,7 +5,7 @@ from contextlib import aclosing
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,10 +14,14 @@ from openai_api.api import Api
 from openai_api.chat_prompt import ChatPrompt, ignored_effort, make_prompt
 from openai_api.fields import HEADER, REFUSED_BY_CHAT, header_value, ignored_fields
 from openai_api.json_body import read_object
-from openai_api.logprobs import chat_logprobs
+from openai_api.logprobs import chat_logprobs, prompt_logprobs
 from openai_api.messages import ignored_in_messages
 from openai_api.params import chat_max_tokens, generation_params, num_chat_logprobs
 from openai_api.protocol import (
+    ChatRequest,
+    to_struct,
+)
+from openai_api.replies import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -25,9 +29,8 @@ from openai_api.protocol import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
-    ChatRequest,
+    PromptLogprobs,
     RenderReply,
-    to_struct,
 )
 from openai_api.reply_parts import MessageFold, ReplyParts
 from openai_api.run import Run
@@ -63,7 +66,12 @@ class Chat:
             lambda: ReplyParser(prompt.thinking, tools.form, tools.names),
             has_reasoning=body.include_reasoning is not False,
         )
-        reply = ChatReply(generator, run, stamp, UsageWishes.of(body), parts)
+        extras = ChatExtras(
+            prompt.ids,
+            has_prompt_logprobs=body.prompt_logprobs is not None,
+            has_token_ids=bool(body.return_token_ids),
+        )
+        reply = ChatReply(generator, run, stamp, UsageWishes.of(body), parts, extras)
         limits = self._api.limits
         return await answer(
             http, reply, run, is_stream=bool(body.stream), ignored=ignored, ping_seconds=limits.ping_seconds
@@ -100,12 +108,28 @@ def _decode(raw: Mapping[str, Any]) -> tuple[ChatRequest, list[str]]:
     return body, ignored + ignored_in_messages(raw.get("messages") or ())
 
 
+class ChatExtras(msgspec.Struct, frozen=True):
+    """What a reply holds besides messages."""
+
+    prompt_ids: list[int]
+    has_prompt_logprobs: bool
+    has_token_ids: bool
+
+
 class ChatReply:
     """Chunks of a chat reply: of each choice first the role, then its parts, then the finish reason."""
 
     def __init__(
-        self, generator: TextGenerator, run: Run, stamp: Stamp, usage: UsageWishes, parts: ReplyParts
+        self,
+        generator: TextGenerator,
+        run: Run,
+        stamp: Stamp,
+        usage: UsageWishes,
+        parts: ReplyParts,
+        extras: ChatExtras,
     ) -> None:
+        self._extras = extras
+        self._prompt_logprobs: PromptLogprobs | UnsetType = UNSET
         self._generator = generator
         self._run = run
         self._stamp = stamp
@@ -117,26 +141,39 @@ class ChatReply:
         async with aclosing(self._run.deltas()) as deltas:
             async for delta in deltas:
                 choices = []
+                is_first = not has_role
                 if delta.index not in has_role:
                     has_role.add(delta.index)
                     choices.append(ChatChunkChoice(delta.index, ChatDelta("assistant", "")))
+                    self._note_prompt(delta)
                 choices += self._choices(delta)
                 if choices:
-                    yield [self._chunk([choice]) for choice in choices]
+                    chunks = [self._chunk([choice]) for choice in choices]
+                    if is_first and self._extras.has_token_ids:
+                        chunks[0].prompt_token_ids = self._extras.prompt_ids
+                    yield chunks
         if self._usage.at_end:
             last = self._chunk([])
             last.usage = self._run.usage()
             yield [last]
 
+    def _note_prompt(self, delta: Delta) -> None:
+        """Logprobs of the prompt came with the first delta of each choice, and are alike."""
+        if self._extras.has_prompt_logprobs and self._prompt_logprobs is UNSET:
+            self._prompt_logprobs = prompt_logprobs(
+                self._generator, len(self._extras.prompt_ids), delta.prompt_logprobs
+            )
+
     def _choices(self, delta: Delta) -> list[ChatChunkChoice]:
         """What a delta adds to its choice."""
         logprobs = chat_logprobs(self._generator, delta)
         parts = self._parts.of(delta)
-        if not parts and logprobs is not None:
+        token_ids = delta.token_ids if self._extras.has_token_ids and delta.token_ids else UNSET
+        if not parts and (logprobs is not None or token_ids is not UNSET):
             parts = [ChatDelta(content="")]
         choices = [ChatChunkChoice(delta.index, part) for part in parts]
         if choices:
-            choices[0].logprobs = logprobs
+            choices[0].logprobs, choices[0].token_ids = logprobs, token_ids
         if (reason := self._parts.finish_reason(delta)) is not None:
             choices.append(ChatChunkChoice(delta.index, ChatDelta(), None, reason))
         return choices
@@ -157,16 +194,24 @@ class ChatReply:
                         _extend(choices[piece.index], piece)
         for choice, fold in zip(choices, folds, strict=True):
             choice.message = fold.message()
-        stamp = self._stamp
-        usage = self._run.usage()
+        stamp, extras = self._stamp, self._extras
         return ChatCompletion(
-            stamp.id, stamp.created, stamp.model, stamp.system_fingerprint, choices, usage
+            stamp.id,
+            stamp.created,
+            stamp.model,
+            stamp.system_fingerprint,
+            choices,
+            self._run.usage(),
+            prompt_logprobs=self._prompt_logprobs,
+            prompt_token_ids=extras.prompt_ids if extras.has_token_ids else UNSET,
         )
 
 
 def _extend(choice: ChatChoice, piece: ChatChunkChoice) -> None:
     if piece.finish_reason is not None:
         choice.finish_reason = piece.finish_reason
+    if piece.token_ids is not UNSET:
+        choice.token_ids = ([] if choice.token_ids is UNSET else choice.token_ids) + piece.token_ids
     if piece.logprobs is not None:
         if choice.logprobs is None:
             choice.logprobs = ChatLogprobs([])

@@ -23,7 +23,6 @@ class Refused(msgspec.Struct, frozen=True):
 
     allowed: tuple[Any, ...] = ()
     remedy: str = ""
-    same_as: str | None = None  # a field whose value is allowed too
 
 
 _GRAMMAR = Refused(remedy="Use response_format or structured_outputs.")
@@ -32,8 +31,9 @@ _SAMPLER = Refused(remedy="This way of sampling is not offered.")
 _REFUSED_BY_BOTH: dict[str, Refused] = {
     "json_schema": _GRAMMAR,
     "grammar": _GRAMMAR,
-    "echo": Refused((False,), "Prepend the prompt on your side."),
-    "prompt_logprobs": Refused((0, False), "Logprobs are of generated tokens only."),
+    "logprobs_mode": Refused(
+        ("raw_logprobs",), "Logprobs are the model's own, before penalties, temperature and truncation."
+    ),
     "return_tokens_as_token_ids": Refused((False,)),
     "truncate_prompt_tokens": Refused((-1,), "Shorten the prompt on your side."),
     "allowed_token_ids": Refused(remedy="Use logit_bias."),
@@ -63,6 +63,8 @@ REFUSED_BY_CHAT: dict[str, Refused] = {
     "function_call": Refused(("none", "auto"), "Use tool_choice, its newer form."),
     "modalities": Refused((["text"],), "Only text is generated."),
     "audio": Refused(remedy="Only text is generated."),
+    "echo": Refused((False,), "Use /v1/completions, which has it."),
+    "best_of": Refused((1,), "Use n and choose on your side."),
     "prediction": Refused(remedy="Predicted outputs are not offered."),
     "web_search_options": Refused(remedy="Web search is not offered."),
     "verbosity": Refused(("medium",), "Say in a message how long the answer should be."),
@@ -77,7 +79,6 @@ REFUSED_BY_CHAT: dict[str, Refused] = {
 REFUSED_BY_COMPLETIONS: dict[str, Refused] = {
     **_REFUSED_BY_BOTH,
     "suffix": Refused(("",), "Inserting text is not offered."),
-    "best_of": Refused(remedy="Use n and choose on your side.", same_as="n"),
     "top_logprobs": Refused((0,), "On /v1/completions it is `logprobs`, a number."),
     "add_special_tokens": Refused((True,), "Send the prompt as token ids instead."),
     "prompt_embeds": Refused(remedy="Send the prompt as text or token ids."),
@@ -100,8 +101,8 @@ REFUSED_BY_RESPONSES: dict[str, Refused] = {
     "n": Refused((1,), "Use /v1/chat/completions, which has it."),
     **dict.fromkeys(
         ("stop", "seed", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty",
-         "top_k", "min_p", "logprobs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-         "structured_outputs"),
+         "top_k", "min_p", "logprobs", "prompt_logprobs", "guided_json", "guided_regex", "guided_choice",
+         "guided_grammar", "structured_outputs"),
         _OF_CHATS,
     ),
 }  # fmt: skip
@@ -115,7 +116,6 @@ HARMLESS: dict[str, str] = {
     "service_tier": "there is one tier",
     "prompt_cache_key": "the prefix cache needs no key",
     "prompt_cache_retention": "the prefix cache evicts by use",
-    "return_token_ids": "token ids are not returned",
 }
 
 
@@ -135,8 +135,7 @@ def ignored_fields(
         if rule is None:
             ignored.append(name)
             continue
-        allowed = rule.allowed if rule.same_as is None else (*rule.allowed, body.get(rule.same_as) or 1)
-        if not any(_is_same(value, each) for each in allowed):
+        if not any(_is_same(value, each) for each in rule.allowed):
             text = f"{name} = {shown(value)} is not supported. {rule.remedy}"
             raise UnsupportedFieldError(text.rstrip(), field=name)
     return sorted(ignored)

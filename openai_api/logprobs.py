@@ -1,8 +1,16 @@
 """Logprobs of a delta in the two layouts of the API. All numbers are finite: JSON has no infinity."""
 
 import codecs
+from collections.abc import Sequence
 
-from openai_api.protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from openai_api.replies import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
 from service.engine.request import TokenLogprobs
 from service.text.choice import Delta
 from service.text.generation import TextGenerator
@@ -31,6 +39,23 @@ def chat_logprobs(generator: TextGenerator, delta: Delta) -> ChatLogprobs | None
     return ChatLogprobs([entry(one) for one in delta.logprobs])
 
 
+def prompt_logprobs(
+    generator: TextGenerator, num_tokens: int, scores: Sequence[TokenLogprobs]
+) -> PromptLogprobs:
+    """vLLM's layout of `prompt_logprobs`. `num_tokens`: of the prompt."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> PromptLogprob:
+        return PromptLogprob(finite(logprob), rank, generator.token_text(token_id)[0])
+
+    found: PromptLogprobs = [None] * min(1, num_tokens)
+    for one in scores:
+        entries = {str(one.token_id): entry(one.token_id, one.logprob, one.rank)}
+        for rank, (token_id, logprob) in enumerate(zip(one.top_ids, one.top_logprobs, strict=True), 1):
+            entries.setdefault(str(token_id), entry(token_id, logprob, rank))
+        found.append(entries)
+    return found
+
+
 class LegacyLogprobs:
     """Layout of /v1/completions: parallel lists. Knows how much text each choice already has."""
 
@@ -43,7 +68,21 @@ class LegacyLogprobs:
         if not delta.logprobs:
             return None
         lists = CompletionLogprobs([], [], [], [])
-        for one in delta.logprobs:
+        self._add(lists, delta.index, delta.logprobs)
+        return lists
+
+    def of_prompt(
+        self, choice: int, ids: Sequence[int], num_hidden: int, scores: Sequence[TokenLogprobs]
+    ) -> CompletionLogprobs:
+        """Of an echoed prompt. `num_hidden`: leading ids that are no part of its text."""
+        _, raw = self._generator.token_text(ids[0])
+        offset = 0 if num_hidden else self._advance(choice, raw)
+        lists = CompletionLogprobs([_legacy_name(raw)], [None], [None], [offset])
+        self._add(lists, choice, scores)
+        return lists
+
+    def _add(self, lists: CompletionLogprobs, choice: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        for one in logprobs:
             _, raw = self._generator.token_text(one.token_id)
             name, logprob = _legacy_name(raw), finite(one.logprob)
             top: dict[str, float] = {}
@@ -53,8 +92,7 @@ class LegacyLogprobs:
             lists.tokens.append(name)
             lists.token_logprobs.append(logprob)
             lists.top_logprobs.append(top)
-            lists.text_offset.append(self._advance(delta.index, raw))
-        return lists
+            lists.text_offset.append(self._advance(choice, raw))
 
     def _advance(self, choice: int, raw: bytes) -> int:
         """Characters before this token; a character spread over tokens counts when it is whole."""

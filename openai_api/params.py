@@ -15,6 +15,8 @@ def generation_params(
 ) -> GenerationParams:
     """Raises: RequestError."""
     _check_stream_options(body)
+    if body.stream and body.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs are in plain replies only.", field="prompt_logprobs")
     _check_min_tokens(body, max_tokens)
     given: dict[str, Any] = {
         "presence_penalty": body.presence_penalty,
@@ -38,6 +40,7 @@ def generation_params(
         stop=_stop(body.stop),
         stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
         logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
         grammar=grammar,
         **{name: value for name, value in given.items() if value is not None},
     )

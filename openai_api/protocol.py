@@ -1,4 +1,4 @@
-"""Wire types of requests and replies. What a field may hold is written here and nowhere else.
+"""Wire types of requests. What a field may hold is written here and nowhere else; replies: replies.py.
 
 In requests None means absent, so that null does too.
 """
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
 from openai_api.json_body import shown
 from service.errors import RequestError
@@ -36,7 +36,6 @@ Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)
 # OpenAI's letters, and the signs that names of MCP servers have; none of them needs an escape in JSON
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-FinishReason = str
 
 
 # Requests
@@ -111,6 +110,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     guided_regex: GrammarText | None = None
     guided_choice: Choices | None = None
     guided_grammar: GrammarText | None = None  # Lark or GBNF
+    prompt_logprobs: TopLogprobs | None = None  # k: of every prompt token but the first, with k top ones
+    return_token_ids: bool | None = None
     # ours: seconds in queue and generation
     timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT_SECONDS)] | None = None
 
@@ -197,7 +198,11 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """Body of POST /v1/completions."""
 
     prompt: str | list[Any] | None = None  # string, strings, ids, or lists of ids
+    # 0: the prompt alone, with echo or prompt_logprobs
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     logprobs: TopLogprobs | None = None
+    echo: bool | None = None  # the prompt stands before the reply, its logprobs before the reply's
+    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None  # choices to take the n likeliest from
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,186 +226,6 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_DETOKENIZE)] | None = None
-
-
-# Replies
-
-
-class PromptTokensDetails(msgspec.Struct):
-    cached_tokens: int = 0
-
-
-class CompletionTokensDetails(msgspec.Struct):
-    reasoning_tokens: int = 0
-
-
-class Usage(msgspec.Struct):
-    """Tokens of a reply; a prompt counts once, however many choices it has."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
-
-
-class TopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class CompletionLogprobs(msgspec.Struct):
-    """Parallel lists, one entry a token."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]  # characters of the choice's text before the token
-
-
-class FunctionDelta(msgspec.Struct, omit_defaults=True):
-    name: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET  # a piece of the JSON
-
-
-class ToolCallDelta(msgspec.Struct, omit_defaults=True):
-    """The first of a call has id, type and name; those that follow have arguments only."""
-
-    index: int
-    function: FunctionDelta
-    id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
-
-
-class ChatDelta(msgspec.Struct, omit_defaults=True):
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET  # the older name of reasoning; both are sent
-    reasoning: str | UnsetType = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
-
-
-class ChatChunkChoice(msgspec.Struct):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
-
-
-class ChatChunk(msgspec.Struct):
-    """An event of a chat stream."""
-
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str | None
-    choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-    object: str = "chat.completion.chunk"
-
-
-class FunctionCall(msgspec.Struct):
-    name: str
-    arguments: str  # JSON, as the model wrote it
-
-
-class ToolCall(msgspec.Struct):
-    id: str
-    function: FunctionCall
-    type: str = "function"
-
-
-class ChatMessage(msgspec.Struct):
-    content: str | None  # null: there are only calls
-    role: str = "assistant"
-    refusal: None = None
-    reasoning_content: str | UnsetType = UNSET  # the older name of reasoning; both are sent
-    reasoning: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-
-
-class ChatChoice(msgspec.Struct):
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-
-
-class ChatCompletion(msgspec.Struct):
-    """The plain reply of a chat."""
-
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str | None
-    choices: list[ChatChoice]
-    usage: Usage
-    object: str = "chat.completion"
-
-
-class CompletionChoice(msgspec.Struct):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReason | None = None
-
-
-class Completion(msgspec.Struct):
-    """The plain reply of a completion, and an event of its stream."""
-
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str | None
-    choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
-    object: str = "text_completion"
-
-
-class RenderReply(msgspec.Struct):
-    """What a chat makes of its messages."""
-
-    prompt: str
-    prompt_token_ids: list[int]
-    count: int
-    max_model_len: int
-
-
-class TokenizeReply(msgspec.Struct):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None  # as the vocabulary spells them
-
-
-class DetokenizeReply(msgspec.Struct):
-    prompt: str
-
-
-class Model(msgspec.Struct):
-    id: str
-    created: int
-    max_model_len: int | None = None
-    owned_by: str = "photoninfer"
-    object: str = "model"
-
-
-class ModelList(msgspec.Struct):
-    data: list[Model]
-    object: str = "list"
 
 
 # Decoding

@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Callable
 
-from openai_api.protocol import (
+from openai_api.replies import (
     ChatDelta,
     ChatMessage,
     FunctionCall,

@@ -5,7 +5,11 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from openai_api.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
+from openai_api.replies import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
 from service.errors import DeadlineError, GenerationError
 from service.text.choice import Delta
 from service.text.generation import Generation, GenerationParams, TextGenerator

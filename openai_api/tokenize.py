@@ -13,11 +13,13 @@ from openai_api.fields import HEADER, REFUSED_BY_CHAT, header_value, ignored_fie
 from openai_api.json_body import read_object
 from openai_api.protocol import (
     ChatRequest,
-    DetokenizeReply,
     DetokenizeRequest,
-    TokenizeReply,
     TokenizeRequest,
     to_struct,
+)
+from openai_api.replies import (
+    DetokenizeReply,
+    TokenizeReply,
 )
 from openai_api.tools import tool_use
 from service.errors import RequestError

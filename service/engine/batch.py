@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from service.engine.request import Request
 from service.engine.scheduler import Step, Work
+from service.engine.scoring import Scoring, scoring_of
 from service.tensor.backend import SamplingArrays, StepArrays
 
 
@@ -18,6 +19,7 @@ class Batch:
     arrays: StepArrays
     sampling: SamplingArrays
     sampled: list[Request]
+    scoring: Scoring | None = None
 
 
 class BatchBuilder:
@@ -53,7 +55,8 @@ class BatchBuilder:
         work = decode + [work for work in step.work if work.num_tokens > 1 or not work.samples]
         arrays = self._step_arrays(work, len(decode))
         sampled = [item for item in work if item.samples]
-        return Batch(arrays, self._sampling_arrays(sampled), [item.request for item in sampled])
+        requests = [item.request for item in sampled]
+        return Batch(arrays, self._sampling_arrays(sampled), requests, scoring_of(work, arrays.row_starts))
 
     def _take_lane(self, request: Request) -> None:
         params, lane = request.params, request.lane

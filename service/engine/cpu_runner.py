@@ -1,8 +1,11 @@
 """Steps on the NumPy backend, in a thread of its own: the one place that computes without a GPU."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from service.engine.batch import Batch
 from service.engine.runner import MAX_TOP_LOGPROBS, StepResult
@@ -31,7 +34,7 @@ class CpuRunner:
         self._vocab_size = vocab_size
         self._cache = decoder.new_cache(num_blocks, block_size)
         self._activations = decoder.new_activations(max_step_tokens)
-        self._last_ids = backend.zeros((max_running,), np.int32)
+        self._last_ids = backend.zeros((max_running + 1,), np.int32)  # the last is nobody's
         self._logits = backend.empty((max_running, vocab_size), np.float32)
         self._samples = SampleArrays(
             ids=backend.empty((max_running,), np.int32),
@@ -53,5 +56,26 @@ class CpuRunner:
         logits, out = self._logits[:count], self._samples
         self.decoder.forward(batch.arrays, self._cache, self._activations, self._last_ids, logits)
         self._backend.sample(logits, batch.sampling, batch.arrays, self._last_ids, out)
-        parts = (out.ids, out.logprobs, out.ranks, out.top_ids, out.top_logprobs)
-        return StepResult(*(part[:count].copy() for part in parts))
+        result = self._result(count)
+        return result if batch.scoring is None else replace(result, scores=self._scores(batch))
+
+    def _scores(self, batch: Batch) -> StepResult:
+        """Of prompt ids, behind a step whose activations are still there."""
+        assert batch.scoring is not None
+        found = []
+        for piece in batch.scoring.pieces(batch.arrays, len(self._logits), len(self._last_ids) - 1):
+            count = len(piece.arrays.sample_rows)
+            self.decoder.logits(piece.arrays, self._activations, self._logits[:count])
+            self._backend.sample(
+                self._logits[:count], piece.sampling, piece.arrays, self._last_ids, self._samples
+            )
+            found.append(self._result(count))
+        parts = zip(*map(_arrays_of, found), strict=True)
+        return StepResult(*(np.concatenate(part) for part in parts))
+
+    def _result(self, count: int) -> StepResult:
+        return StepResult(*(part[:count].copy() for part in _arrays_of(self._samples)))
+
+
+def _arrays_of(samples: SampleArrays | StepResult) -> tuple[NDArray[Any], ...]:
+    return samples.ids, samples.logprobs, samples.ranks, samples.top_ids, samples.top_logprobs

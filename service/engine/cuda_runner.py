@@ -7,7 +7,8 @@ them, so a second step can be queued while the first one runs. A thread of its o
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 import cupy
@@ -74,13 +75,7 @@ class CudaRunner:
         self._activations = decoder.new_activations(max_rows)
         self._last_ids = backend.zeros((max_running + 1,), np.int32)
         self._logits = backend.empty((max_running, vocab_size), np.float32)
-        self._samples = SampleArrays(
-            ids=backend.zeros((max_running,), np.int32),
-            logprobs=backend.zeros((max_running,), np.float32),
-            ranks=backend.zeros((max_running,), np.int32),
-            top_ids=backend.zeros((max_running, MAX_TOP_LOGPROBS), np.int32),
-            top_logprobs=backend.zeros((max_running, MAX_TOP_LOGPROBS), np.float32),
-        )
+        self._samples = _new_samples(backend, max_running)
         spare = _Spare(block=num_blocks, lane=max_running, slot=num_blocks * block_size)
         self._device = _DeviceArrays(max_rows, max_running, self._max_blocks, vocab_size)
         self._stages = [_HostStage(self._device, max_running, spare) for _ in range(_NUM_STAGES)]
@@ -103,8 +98,33 @@ class CudaRunner:
                 graph.launch(self._stream)
             else:
                 self._captured(bucket, kind)  # runs the step while it prepares
-            stage.download(self._samples, sizes.num_samples, kind.has_logprobs, self._stream)
+            scores = None if batch.scoring is None else self._score(batch, sizes)
+            stage.download(self._samples, sizes.num_samples, kind.has_logprobs, scores, self._stream)
         return self._waiter.submit(stage.wait)
+
+    def _score(self, batch: Batch, sizes: "_Sizes") -> SampleArrays:
+        """Queue the scoring of prompt ids, behind a step whose activations are still there."""
+        assert batch.scoring is not None
+        found = _new_samples(self._backend, len(batch.scoring.ids))
+        arrays = self._device.step(sizes)
+        for piece in batch.scoring.pieces(batch.arrays, self._max_running, self._max_running):
+            place, count = piece.place, len(piece.arrays.sample_rows)
+            own = {
+                name: cupy.asarray(getattr(piece.arrays, name)) for name in ("sample_rows", "sample_lanes")
+            }
+            step = replace(arrays, **own)
+            sampling = SamplingArrays(
+                **{
+                    field.name: cupy.asarray(value) if isinstance(value, np.ndarray) else value
+                    for field in fields(SamplingArrays)
+                    for value in (getattr(piece.sampling, field.name),)
+                }
+            )
+            logits = self._logits[:count]
+            self.decoder.logits(step, self._activations, logits)
+            into = SampleArrays(*(array[place] for array in _arrays_of(found)))
+            self._backend.sample(logits, sampling, step, self._last_ids, into)
+        return found
 
     def close(self) -> None:
         self._waiter.shutdown()
@@ -163,6 +183,20 @@ class CudaRunner:
         while width < num_blocks:
             width *= 4
         return min(width, self._max_blocks)
+
+
+def _new_samples(backend: Backend, count: int) -> SampleArrays:
+    return SampleArrays(
+        ids=backend.zeros((count,), np.int32),
+        logprobs=backend.zeros((count,), np.float32),
+        ranks=backend.zeros((count,), np.int32),
+        top_ids=backend.zeros((count, MAX_TOP_LOGPROBS), np.int32),
+        top_logprobs=backend.zeros((count, MAX_TOP_LOGPROBS), np.float32),
+    )
+
+
+def _arrays_of(samples: SampleArrays) -> tuple[Array, ...]:
+    return samples.ids, samples.logprobs, samples.ranks, samples.top_ids, samples.top_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +318,7 @@ class _HostStage:
         self._top_logprobs = _pinned((max_requests, MAX_TOP_LOGPROBS), np.float32)
         self._done = cupy.cuda.Event(block=False, disable_timing=True)
         self._count = 0
-        self._has_logprobs = False
+        self._scores: SampleArrays | None = None
 
     def upload(self, batch: Batch, sizes: _Sizes, stream: Any) -> None:
         """Queue the copies. Up to `sizes`, rows are filled in that touch only the spare."""
@@ -319,9 +353,16 @@ class _HostStage:
         self._pad_samples(0, num_requests)
         self._send(num_requests, width, stream)
 
-    def download(self, samples: SampleArrays, count: int, has_logprobs: bool, stream: Any) -> None:
-        """Queue the copies back and mark their end."""
-        self._count, self._has_logprobs = count, has_logprobs
+    def download(
+        self,
+        samples: SampleArrays,
+        count: int,
+        has_logprobs: bool,
+        scores: SampleArrays | None,
+        stream: Any,
+    ) -> None:
+        """Queue the copies back and mark their end. `scores` are this step's own, and copied by `wait`."""
+        self._count, self._scores = count, scores
         if count:
             samples.ids[:count].get(stream=stream, out=self._ids[0, :count], blocking=False)
         if count and has_logprobs:
@@ -337,13 +378,14 @@ class _HostStage:
             self._done.synchronize()
         except cupy.cuda.runtime.CUDARuntimeError as error:
             raise EngineDeadError(f"the GPU failed: {error}") from error
-        count = self._count
+        count, scores, self._scores = self._count, self._scores, None
         return StepResult(
             ids=self._ids[0, :count].copy(),
             logprobs=self._logprobs[:count].copy(),
             ranks=self._ids[1, :count].copy(),
             top_ids=self._top_ids[:count].copy(),
             top_logprobs=self._top_logprobs[:count].copy(),
+            scores=None if scores is None else StepResult(*map(_fetched, _arrays_of(scores))),
         )
 
     def _pad_rows(self, count: int, bucket: int) -> None:
@@ -391,6 +433,17 @@ class _HostStage:
             if count:
                 self._sparse[name][:count] = host
                 target[:count].set(self._sparse[name][:count], stream=stream)
+
+
+def _fetched(array: Array) -> HostArray:
+    """On a stream of its own: the runner's has the next step queued."""
+    host: HostArray = array.get(stream=_fetching_stream())
+    return host
+
+
+@cache
+def _fetching_stream() -> Any:
+    return cupy.cuda.Stream(non_blocking=True)
 
 
 def _pinned(shape: tuple[int, ...], dtype: Any) -> HostArray:

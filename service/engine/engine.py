@@ -238,6 +238,7 @@ class Engine:
             self._fail_step(step, error)
             return
         self.scheduler.step_done(step)
+        self._hand_out_scores(launched.batch, result)
         self._hand_out(launched.batch, result)
         arrays = launched.batch.arrays
         num_prefill_tokens = len(arrays.positions) - arrays.num_decode
@@ -252,6 +253,18 @@ class Engine:
             stream.wake()
         self._unread.clear()
         self._num_held = 0
+
+    def _hand_out_scores(self, batch: Batch, result: StepResult) -> None:
+        if batch.scoring is None or result.scores is None:
+            return
+        start = 0
+        for request, count in batch.scoring.owners:
+            stream = self._streams.get(request.arrival)
+            num_top = request.params.prompt_logprobs or 0
+            if stream is not None:
+                found = [_token_logprobs(num_top, result.scores, start + i) for i in range(count)]
+                stream.add_prompt_logprobs(found)
+            start += count
 
     def _hand_out(self, batch: Batch, result: StepResult) -> None:
         now, finished, gaps = monotonic(), State.FINISHED, dict[float, int]()

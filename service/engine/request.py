@@ -47,6 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()  # EOS ids of the model not included
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: of the chosen id and of the k most likely ones
+    prompt_logprobs: int | None = None  # the same of the prompt's ids, but for the first
     constraint: Constraint | None = None  # of this request alone: it changes as the reply grows
 
     @property
@@ -78,6 +79,7 @@ class Output(msgspec.Struct, kw_only=True):
 
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []  # one an id when asked for, else empty
+    prompt_logprobs: list[TokenLogprobs] = []  # of prompt ids from the second on; all by the first id
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the EOS or stop id that ended it; it is the last of token_ids
     error: str | None = None  # with FinishReason.ERROR: a message for the user
@@ -111,6 +113,7 @@ class Request:
     chain: int | bytes = b""  # prefix cache entry of the last registered block; the salt before the first
     num_registered_blocks: int = 0  # leading blocks that the prefix cache has seen
     num_cached_tokens: int | None = None  # prompt tokens found there at first admission
+    num_scored: int = 0  # leading positions whose rows have scored the id behind them, or are about to
     admitted_at: float | None = None  # time.monotonic() seconds, first admission
     num_prompt_tokens: int = field(init=False)
     last_num_tokens: int = field(init=False)  # of prompt and reply, if nothing ends the reply early
@@ -122,6 +125,19 @@ class Request:
         self.num_prompt_tokens = len(self.prompt_ids)
         self.last_num_tokens = self.num_prompt_tokens + self.params.max_tokens
         self.needs_known_ids = self.params.needs_known_ids
+
+    @property
+    def lacks_scores(self) -> bool:
+        """Whether prompt ids are to be scored that no step has been planned for."""
+        return self.params.prompt_logprobs is not None and self.num_scored < self.num_prompt_tokens - 1
+
+    def plan_scores(self, start: int, end: int) -> tuple[int, int]:
+        """Which of the rows at positions start to end score the id behind them; each does so once."""
+        if not self.lacks_scores:
+            return 0, 0
+        first, last = max(start, self.num_scored), min(end, self.num_prompt_tokens - 1)
+        self.num_scored = max(self.num_scored, last)
+        return (first, last) if first < last else (0, 0)
 
     @property
     def num_tokens(self) -> int:

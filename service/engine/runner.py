@@ -1,7 +1,7 @@
 """Batches -> model -> sampler -> ids: what the engine asks of a device, and what it gets back."""
 
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +22,9 @@ class StepResult:
     ranks: NDArray[np.int32]
     top_ids: NDArray[np.int32]
     top_logprobs: NDArray[np.float32]
+    scores: "StepResult | None" = field(
+        default=None, kw_only=True
+    )  # of prompt ids, in the order of Batch.scoring
 
 
 class Runner(Protocol):

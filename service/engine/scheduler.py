@@ -22,6 +22,8 @@ class Work(msgspec.Struct, frozen=True):
     start: int
     num_tokens: int
     samples: bool  # these are the last ids that exist, so the next one is sampled
+    scores_from: int = 0  # rows from this position ...
+    scores_to: int = 0  # ... up to this one tell how likely the prompt's id behind them was
 
 
 @dataclass(slots=True)
@@ -143,7 +145,7 @@ class Scheduler:
         blocks_for = self._pool.blocks_for
         claimed = sum(blocks_for(r.num_tokens) - len(r.block_table) + 1 for r in self.running)
         missing = blocks_for(request.num_tokens) + claimed - self._pool.num_available
-        if missing > 0 and self._prefix_cache is not None:
+        if missing > 0 and self._prefix_cache is not None and not request.lacks_scores:
             blocks, _ = self._prefix_cache.match(request)
             missing -= sum(map(self._pool.is_used, blocks))  # shared with a running request
         return missing <= 0
@@ -152,20 +154,23 @@ class Scheduler:
         request.lane = self._free_lanes.pop()
         request.state = State.RUNNING
         insort(self.running, request, key=lambda r: r.order)
-        if self._prefix_cache is not None:
+        if self._prefix_cache is not None and not request.lacks_scores:  # cached rows give no scores
             blocks, request.chain = self._prefix_cache.match(request)
             for block in blocks:
                 self._pool.share(block)
             request.block_table.extend(blocks)
             request.num_registered_blocks = len(blocks)
             request.num_computed_tokens = len(blocks) * self._pool.block_size
+        else:
+            request.chain, request.num_registered_blocks = request.salt, 0
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
 
     def _plan(self, request: Request, num_tokens: int, step: Step) -> None:
         start = request.num_computed_tokens
         samples = start + num_tokens == len(request.token_ids) + request.num_pending_ids
-        step.work.append(Work(request, start, num_tokens, samples))
+        scores_from, scores_to = request.plan_scores(start, start + num_tokens)
+        step.work.append(Work(request, start, num_tokens, samples, scores_from, scores_to))
         step.budget -= num_tokens
         request.num_computed_tokens = start + num_tokens
         request.num_in_flight += 1

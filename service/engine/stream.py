@@ -19,6 +19,7 @@ class Stream:
         self._cancel = cancel
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._end: Output | None = None
         self._is_over = False
         self._wakeup: asyncio.Future[None] | None = None
@@ -30,6 +31,10 @@ class Stream:
     def add_logprobs(self, logprobs: TokenLogprobs) -> None:
         """Those of the id that was added last."""
         self._logprobs.append(logprobs)
+
+    def add_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
+        """Those of some more of the prompt's ids, heard of together with the first generated one."""
+        self._prompt_logprobs += logprobs
 
     def end(
         self, reason: FinishReason, *, stop_token_id: int | None = None, error: str | None = None
@@ -55,6 +60,7 @@ class Stream:
         output, self._is_over = self._end or Output(), self._end is not None
         output.token_ids, self._ids = self._ids, []
         output.logprobs, self._logprobs = self._logprobs, []
+        output.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
         output.num_cached_tokens = self.request.num_cached_tokens or 0
         return output
 

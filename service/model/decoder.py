@@ -139,7 +139,16 @@ class Decoder:
             backend.linear_add(mixed.reshape(rows, -1), layer.o, x)
             backend.gate_up_silu(x, eps, layer.gate_up, hidden)
             backend.linear_add(hidden, layer.down, x)
-        backend.head_logits(x, self._final_norm, eps, self._head, batch, logits)
+        self.logits(batch, buffers, logits)
+
+    def logits(self, batch: StepArrays, buffers: Activations, logits: Array) -> None:
+        """Logits of `batch.sample_rows` again, or of other rows of the step that `forward` has just run.
+
+        Shapes: logits float32 [num_samples, vocab].
+        """
+        x = buffers.x[: len(batch.token_ids)]
+        eps = self.config.rms_norm_eps
+        self._backend.head_logits(x, self._final_norm, eps, self._head, batch, logits)
 
 
 def _load_layer(

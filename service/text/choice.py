@@ -27,6 +27,7 @@ class Delta(msgspec.Struct, kw_only=True):
     num_cached_tokens: int = 0
     num_reasoning_tokens: int = 0  # of token_ids, those of the thinking
     stop_reason: str | int | None = None  # the stop string or stop token id that ended the choice
+    prompt_logprobs: list[TokenLogprobs] = []  # of prompt ids from the second on: in the first delta
 
 
 class StartedGrammar(msgspec.Struct, frozen=True):
@@ -47,7 +48,11 @@ class Choice:
         stop_reasons: StopReasons,
         grammar: StartedGrammar | None,
         reasoning: ReasoningCounter | None,
+        *,
+        has_reply: bool = True,
     ) -> None:
+        """`has_reply`: false: only the prompt is of interest, and the id that the engine gives is not."""
+        self._has_reply = has_reply
         self.stream = stream
         self._grammar = grammar
         self._reasoning = reasoning
@@ -76,10 +81,20 @@ class Choice:
         return RequestError(f"{grammar.field}: {message}", field=grammar.field)
 
     def _read(self, output: Output) -> Delta:
-        text = self._text
         delta = Delta(
-            index=self._index, token_ids=output.token_ids, num_cached_tokens=output.num_cached_tokens
+            index=self._index,
+            num_cached_tokens=output.num_cached_tokens,
+            prompt_logprobs=output.prompt_logprobs,
         )
+        if self._has_reply:
+            self._read_ids(output, delta)
+        elif output.finish_reason is not None:
+            delta.finish_reason = FinishReason.LENGTH.value
+        return delta
+
+    def _read_ids(self, output: Output, delta: Delta) -> None:
+        text = self._text
+        delta.token_ids = output.token_ids
         # the EOS or stop token that ends a choice is no part of the text, nor of the logprobs
         num_shown = len(output.token_ids) - (output.stop_token_id is not None)
         pieces = []
@@ -99,7 +114,6 @@ class Choice:
         if self._reasoning is not None:
             delta.num_reasoning_tokens = self._reasoning.count(delta.token_ids)
         delta.logprobs = text.take_logprobs(is_last=delta.finish_reason is not None)
-        return delta
 
 
 class TextGeneration:

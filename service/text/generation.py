@@ -26,7 +26,7 @@ from service.text.tokenizer import LONG_TEXT, Tokenizer
 class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     """What the API asks for; None means: the model's generation_config, then OpenAI's default."""
 
-    max_tokens: int | None = None  # None: up to the context
+    max_tokens: int | None = None  # None: up to the context; 0: the prompt's logprobs alone
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -43,6 +43,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: chosen and k top ones
+    prompt_logprobs: int | None = None  # the same of the prompt
     n: int = 1
     priority: int = 0
     grammar: GrammarSpec | None = None  # what the reply must match, behind its thinking
@@ -177,7 +178,13 @@ class TextGenerator:
             raise
         choices = [
             Choice(
-                index, stream, self._text_of(params), stop_reasons, grammar, self._reasoning_counter(params)
+                index,
+                stream,
+                self._text_of(params),
+                stop_reasons,
+                grammar,
+                self._reasoning_counter(params),
+                has_reply=max_tokens > 0,
             )
             for index, (stream, grammar) in enumerate(zip(streams, grammars, strict=True))
         ]
@@ -220,10 +227,6 @@ class TextGenerator:
     def _check(self, prompt_ids: list[int], params: GenerationParams) -> None:
         if not prompt_ids:
             raise RequestError("The prompt is empty; give at least one token.", field="prompt")
-        if params.max_tokens is not None and params.max_tokens < 1:
-            raise RequestError(
-                f"max_tokens is {params.max_tokens}; ask for at least one.", field="max_tokens"
-            )
         if len(prompt_ids) >= self.max_model_len:
             asked = "" if params.max_tokens is None else f", and {params.max_tokens} more were asked for"
             raise ContextLengthError(
@@ -270,7 +273,7 @@ class TextGenerator:
             return asked if asked is not None else recommended if recommended is not None else fallback
 
         return SamplingParams(
-            max_tokens=max_tokens,
+            max_tokens=max(1, max_tokens),  # a step ends with an id; where none is wanted nobody reads it
             temperature=chosen("temperature", 1.0),
             top_p=chosen("top_p", 1.0),
             top_k=chosen("top_k", 0),
@@ -285,5 +288,6 @@ class TextGenerator:
             stop_token_ids=stop_token_ids,
             ignore_eos=params.ignore_eos,
             logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
             constraint=None if grammar is None else grammar.constraint,
         )

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from service.engine.batch import Batch
 from service.engine.runner import StepResult
@@ -21,6 +22,11 @@ def next_id(past: list[int], vocab: int = VOCAB) -> int:
     """The id that follows `past`: what the fake model does, with no cache at all."""
     digest = hashlib.blake2b(np.array(past, np.int64).tobytes(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % vocab
+
+
+def score_of(past: list[int], token_id: int) -> float:
+    """The logprob of an id behind `past`."""
+    return -float(next_id([*past, token_id], 1000))
 
 
 def expected_ids(prompt: list[int], max_tokens: int, eos: int | None = None) -> list[int]:
@@ -41,7 +47,7 @@ class FakeRunner:
         self.max_in_flight = max_in_flight
         self.block_size = block_size
         self.slots = np.full(num_blocks * block_size, -1, np.int64)
-        self.last_ids = np.full(max_running, -1, np.int64)
+        self.last_ids = np.full(max_running + 1, -1, np.int64)
         self.auto = True
         self.launched: list[tuple[Batch, Future[StepResult]]] = []
         self.before_step: Callable[[Batch], None] = lambda batch: None  # may raise: the step fails
@@ -85,11 +91,30 @@ class FakeRunner:
             blocks = arrays.block_tables[request, where // self.block_size]
             past = self.slots[blocks * self.block_size + where % self.block_size]
             sampled[row_of[row]] = self._allowed(batch, row_of[row], next_id(past.tolist()))
+        scores = None if batch.scoring is None else self._scores(batch, owner)
         self.last_ids[arrays.sample_lanes] = sampled
         count = len(sampled)
         return StepResult(
             ids=sampled,
             logprobs=np.zeros(count, np.float32),
+            ranks=np.ones(count, np.int32),
+            top_ids=np.zeros((count, 20), np.int32),
+            top_logprobs=np.zeros((count, 20), np.float32),
+            scores=scores,
+        )
+
+    def _scores(self, batch: Batch, owner: NDArray[np.int64]) -> StepResult:
+        assert batch.scoring is not None
+        arrays, logprobs = batch.arrays, []
+        for row, token_id in zip(batch.scoring.rows, batch.scoring.ids, strict=True):
+            where = np.arange(arrays.positions[row] + 1)
+            blocks = arrays.block_tables[owner[row], where // self.block_size]
+            past = self.slots[blocks * self.block_size + where % self.block_size]
+            logprobs.append(score_of(past.tolist(), int(token_id)))
+        count = len(logprobs)
+        return StepResult(
+            ids=batch.scoring.ids,
+            logprobs=np.array(logprobs, np.float32),
             ranks=np.ones(count, np.int32),
             top_ids=np.zeros((count, 20), np.int32),
             top_logprobs=np.zeros((count, 20), np.float32),

@@ -116,6 +116,9 @@ class ScriptedGenerator:
         if not all(0 <= each < VOCAB for each in ids):
             raise RequestError(f"{field}: ids are below {VOCAB}", field=field)
 
+    async def decode(self, ids: list[int], field: str) -> str:
+        return "".join(map(chr, ids))
+
     def token_text(self, token_id: int) -> tuple[str, bytes]:
         raw = self.token_bytes.get(token_id, chr(token_id).encode())
         return raw.decode(errors="replace"), raw
