@@ -24,7 +24,7 @@ async def scores(engine: Engine, prompt: list[int]) -> list[TokenLogprobs]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"max_step_tokens": 96}, {"max_running": 7}], ids=str)
-async def test_scores_are_those_of_the_numpy_backend(backend: Any, changes: dict[str, int]) -> None:
+async def test_scores_are_those_of_the_numpy_backend(backend: Any, changes: dict[str, Any]) -> None:
     rng = random.Random(8)
     prompts = [draw_prompt(rng, 500) for _ in range(6)]
     async with running(None) as engine:
