@@ -16,11 +16,13 @@ from typing import cast
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from openai_api.api import Api, Limits
 from openai_api.auth import Access
 from openai_api.middleware import wrap
 from openai_api.routes import make_routes
+from openai_api.tracing import Traced
 from service import __version__
 from service.api_keys import read_api_keys
 from service.engine.build import build_engine
@@ -35,6 +37,7 @@ from service.text.chat_template import ChatTemplate
 from service.text.generation import TextGenerator
 from service.text.matcher import Grammars
 from service.text.tokenizer import Tokenizer
+from service.traces import close_tracer_provider, make_tracer_provider
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +47,7 @@ _BACKLOG = 2048
 def serve(settings: Settings) -> int:
     """Serve until a signal. Returns the exit code: 0 after a complete drain, 1 otherwise.
 
-    Raises: SettingsError when the port is taken or API keys can't be used.
+    Raises: SettingsError when the port is taken, or API keys or traces can't be used.
     """
     listener = bind(settings.host, settings.port)
     with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -89,15 +92,15 @@ class Server:
         )
         self._api = Api(model_names=_model_names(settings), limits=limits, access=access)
         self._api.health.max_heartbeat_age_seconds = settings.heartbeat_limit_seconds
+        self._tracer_provider = make_tracer_provider(settings)
         self._engine: Engine | None = None
         self._stop_asked = asyncio.Event()
         self._hurry = asyncio.Event()
 
     async def run(self) -> int:
         """Serve, load, wait for a signal, drain."""
-        app = wrap(Starlette(routes=make_routes(self._api)), self._api)
         config = uvicorn.Config(
-            AccessLog(app) if self._settings.access_log else app,
+            self._make_app(),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -121,8 +124,16 @@ class Server:
         await serving
         if self._engine is not None:
             await self._engine.stop()
+        if self._tracer_provider is not None:
+            await asyncio.to_thread(close_tracer_provider, self._tracer_provider)
         stopping.cancel()
         return code
+
+    def _make_app(self) -> ASGIApp:
+        app = wrap(Starlette(routes=make_routes(self._api)), self._api)
+        if self._tracer_provider is not None:
+            app = Traced(app, self._tracer_provider, self._api.model_names[0])
+        return AccessLog(app) if self._settings.access_log else app
 
     async def _load(self) -> None:
         progress = TerminalProgress()

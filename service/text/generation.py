@@ -9,6 +9,7 @@ import msgspec
 
 from service.engine.constraint import Constraint
 from service.engine.interface import EngineClient, OutputStream
+from service.engine.observer import RequestRecord
 from service.engine.request import SamplingParams
 from service.errors import ContextLengthError, RequestError
 from service.model.config import SamplingDefaults
@@ -55,6 +56,9 @@ class Generation(Protocol):
     num_prompt_tokens: int
     max_tokens: int  # after clamping to the context
     is_clamped: bool  # max_tokens was asked for and did not fit
+
+    @property
+    def records(self) -> list[RequestRecord]: ...  # of the choices that are over
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
