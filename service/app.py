@@ -8,7 +8,6 @@ import asyncio
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -31,7 +30,7 @@ from service.errors import PhotonError, SettingsError
 from service.logs import AccessLog
 from service.model.checkpoint import Checkpoint
 from service.model.locate import find_model
-from service.progress import Fanout, Progress, TerminalProgress
+from service.progress import Fanout, Progress, TerminalProgress, say
 from service.settings import Settings
 from service.text.chat_template import ChatTemplate
 from service.text.generation import TextGenerator
@@ -153,12 +152,12 @@ class Server:
         health.is_ready = True
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        print(f"Ready: {self._api.model_names[0]} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
+        say(f"Ready: {self._api.model_names[0]} at http://{shown}:{port}/v1")
 
     def _report_failure(self, error: BaseException) -> int:
         if not isinstance(error, PhotonError):
             raise error
-        print(f"photoninfer: {error}", file=sys.stderr, flush=True)
+        say(f"photoninfer: {error}")
         return 1
 
     def _install_signals(self) -> None:
