@@ -12,14 +12,15 @@ RUN python -m venv /opt/photoninfer
 ENV PATH=/opt/photoninfer/bin:$PATH
 
 FROM build AS build-cpu
-RUN pip install --no-cache-dir --no-compile . && python -m compileall -q /opt/photoninfer
+# hadolint ignore=DL3013
+RUN pip install --no-cache-dir --no-compile ".[otel]" && python -m compileall -q /opt/photoninfer
 ENV PHOTON_CACHE_DIR=/opt/photoninfer/cache
 RUN photoninfer pull
 
 FROM build AS build-gpu
 ARG CUDA=12
 # hadolint ignore=DL3013
-RUN pip install --no-cache-dir --no-compile ".[cuda${CUDA}]" && python -m compileall -q /opt/photoninfer
+RUN pip install --no-cache-dir --no-compile ".[cuda${CUDA},otel]" && python -m compileall -q /opt/photoninfer
 ARG MODEL=""
 ARG ARCHS=""
 ENV PHOTON_CACHE_DIR=/opt/photoninfer/cache

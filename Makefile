@@ -29,5 +29,5 @@ $(VENV)/.serve: $(BIN)/python pyproject.toml
 	touch $@
 
 $(VENV)/.test: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,oracle,$(NVRTC)]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,oracle,otel,$(NVRTC)]'
 	touch $@

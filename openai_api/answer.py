@@ -71,6 +71,7 @@ async def answer(
 
     Raises: ClientDisconnect when the client leaves before the plain reply is whole.
     """
+    http.scope["run"] = run  # for traces
     headers = {HEADER: header_value(ignored)} if ignored else {}
     if is_stream:
         return EventStream(_events(reply, end), run, headers=headers, ping_seconds=ping_seconds)

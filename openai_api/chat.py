@@ -17,10 +17,7 @@ from openai_api.json_body import read_object
 from openai_api.logprobs import chat_logprobs, prompt_logprobs
 from openai_api.messages import ignored_in_messages
 from openai_api.params import chat_max_tokens, generation_params, num_chat_logprobs
-from openai_api.protocol import (
-    ChatRequest,
-    to_struct,
-)
+from openai_api.protocol import ChatRequest, to_struct
 from openai_api.replies import (
     ChatChoice,
     ChatChunk,

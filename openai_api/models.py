@@ -5,10 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openai_api.api import Api
-from openai_api.replies import (
-    Model,
-    ModelList,
-)
+from openai_api.replies import Model, ModelList
 
 
 class Models:

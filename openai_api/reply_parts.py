@@ -3,14 +3,7 @@
 import uuid
 from collections.abc import Callable
 
-from openai_api.replies import (
-    ChatDelta,
-    ChatMessage,
-    FunctionCall,
-    FunctionDelta,
-    ToolCall,
-    ToolCallDelta,
-)
+from openai_api.replies import ChatDelta, ChatMessage, FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
 from service.text.choice import Delta
 from service.text.reply import Piece, ReplyParser
 

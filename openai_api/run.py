@@ -5,11 +5,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from openai_api.replies import (
-    CompletionTokensDetails,
-    PromptTokensDetails,
-    Usage,
-)
+from openai_api.replies import CompletionTokensDetails, PromptTokensDetails, Usage
+from service.engine.observer import RequestRecord
 from service.errors import DeadlineError, GenerationError
 from service.text.choice import Delta
 from service.text.generation import Generation, GenerationParams, TextGenerator
@@ -89,6 +86,11 @@ class Run:
     def clamped_max_tokens(self) -> int | None:
         """What max_tokens became where it did not fit into the context; None where it did."""
         return min((each.max_tokens for each in self.generations if each.is_clamped), default=None)
+
+    @property
+    def records(self) -> list[RequestRecord]:
+        """What the engine kept of the choices that are over."""
+        return [record for each in self.generations for record in each.records]
 
     def usage(self) -> Usage:
         """Tokens so far."""

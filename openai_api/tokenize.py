@@ -11,16 +11,8 @@ from openai_api.api import Api
 from openai_api.chat_prompt import make_prompt
 from openai_api.fields import HEADER, REFUSED_BY_CHAT, header_value, ignored_fields
 from openai_api.json_body import read_object
-from openai_api.protocol import (
-    ChatRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    to_struct,
-)
-from openai_api.replies import (
-    DetokenizeReply,
-    TokenizeReply,
-)
+from openai_api.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest, to_struct
+from openai_api.replies import DetokenizeReply, TokenizeReply
 from openai_api.tools import tool_use
 from service.errors import RequestError
 from service.text.generation import TextGenerator

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,11 +15,13 @@ from typing import cast
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from openai_api.api import Api, Limits
 from openai_api.auth import Access
 from openai_api.middleware import wrap
 from openai_api.routes import make_routes
+from openai_api.tracing import Traced
 from service import __version__
 from service.api_keys import read_api_keys
 from service.engine.build import build_engine
@@ -29,12 +30,13 @@ from service.errors import PhotonError, SettingsError
 from service.logs import AccessLog
 from service.model.checkpoint import Checkpoint
 from service.model.locate import find_model
-from service.progress import Fanout, Progress, TerminalProgress
+from service.progress import Fanout, Progress, TerminalProgress, say
 from service.settings import Settings
 from service.text.chat_template import ChatTemplate
 from service.text.generation import TextGenerator
 from service.text.matcher import Grammars
 from service.text.tokenizer import Tokenizer
+from service.traces import close_tracer_provider, make_tracer_provider
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ _BACKLOG = 2048
 def serve(settings: Settings) -> int:
     """Serve until a signal. Returns the exit code: 0 after a complete drain, 1 otherwise.
 
-    Raises: SettingsError when the port is taken or API keys can't be used.
+    Raises: SettingsError when the port is taken, or API keys or traces can't be used.
     """
     listener = bind(settings.host, settings.port)
     with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -89,15 +91,15 @@ class Server:
         )
         self._api = Api(model_names=_model_names(settings), limits=limits, access=access)
         self._api.health.max_heartbeat_age_seconds = settings.heartbeat_limit_seconds
+        self._tracer_provider = make_tracer_provider(settings)
         self._engine: Engine | None = None
         self._stop_asked = asyncio.Event()
         self._hurry = asyncio.Event()
 
     async def run(self) -> int:
         """Serve, load, wait for a signal, drain."""
-        app = wrap(Starlette(routes=make_routes(self._api)), self._api)
         config = uvicorn.Config(
-            AccessLog(app) if self._settings.access_log else app,
+            self._make_app(),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -121,8 +123,16 @@ class Server:
         await serving
         if self._engine is not None:
             await self._engine.stop()
+        if self._tracer_provider is not None:
+            await asyncio.to_thread(close_tracer_provider, self._tracer_provider)
         stopping.cancel()
         return code
+
+    def _make_app(self) -> ASGIApp:
+        app = wrap(Starlette(routes=make_routes(self._api)), self._api)
+        if self._tracer_provider is not None:
+            app = Traced(app, self._tracer_provider, self._api.model_names[0])
+        return AccessLog(app) if self._settings.access_log else app
 
     async def _load(self) -> None:
         progress = TerminalProgress()
@@ -142,12 +152,12 @@ class Server:
         health.is_ready = True
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        print(f"Ready: {self._api.model_names[0]} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
+        say(f"Ready: {self._api.model_names[0]} at http://{shown}:{port}/v1")
 
     def _report_failure(self, error: BaseException) -> int:
         if not isinstance(error, PhotonError):
             raise error
-        print(f"photoninfer: {error}", file=sys.stderr, flush=True)
+        say(f"photoninfer: {error}")
         return 1
 
     def _install_signals(self) -> None:

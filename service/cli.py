@@ -1,7 +1,6 @@
 """The commands of `photoninfer`: arguments -> Settings -> one call."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -9,6 +8,7 @@ from typing import cast
 from service import __version__
 from service.errors import PhotonError, SettingsError
 from service.options import default_text, help_text
+from service.progress import say
 from service.settings import OPTIONS, Settings, load_settings, set_thread_count
 
 _COMMANDS = {
@@ -28,13 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = load_settings(given)
     except SettingsError as error:
-        print(f"photoninfer: {error}", file=sys.stderr)
+        say(f"photoninfer: {error}")
         return 2
     set_thread_count(settings)  # before anything imports NumPy, hence the imports further down
     try:
         return _RUN[command](settings, given)
     except PhotonError as error:
-        print(f"photoninfer: {error}", file=sys.stderr)
+        say(f"photoninfer: {error}")
         return 1
     except KeyboardInterrupt:
         return 130

@@ -5,6 +5,8 @@ import sys
 import urllib.request
 from pathlib import Path
 
+from service.scratch import scratch_folder
+
 _CHUNK = 1 << 20
 
 
@@ -17,18 +19,16 @@ def fetch(url: str, target: Path, sha256: str = "") -> None:
         raise ValueError(f"{url}: only https:// is fetched.")
     if target.is_file() and sha256 in ("", _digest(target)):
         return
-    scratch = target.with_suffix(".partial")
     digest = hashlib.sha256()
-    try:
-        with urllib.request.urlopen(url, timeout=60) as source, scratch.open("wb") as file:  # noqa: S310
+    with scratch_folder(target.parent) as scratch:  # of this process alone: a cache may be shared
+        whole = scratch / target.name
+        with urllib.request.urlopen(url, timeout=60) as source, whole.open("wb") as file:  # noqa: S310
             while chunk := source.read(_CHUNK):
                 digest.update(chunk)
                 file.write(chunk)
         if sha256 not in ("", digest.hexdigest()):
             raise ValueError(f"{url} has the SHA-256 {digest.hexdigest()}, not {sha256}.")
-        scratch.rename(target)
-    finally:
-        scratch.unlink(missing_ok=True)
+        whole.rename(target)
 
 
 def _digest(path: Path) -> str:

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from service import __version__
-from service.engine.observer import EngineGauges, RequestTimes
+from service.engine.observer import EngineGauges, RequestRecord
 
 # Bounded label sets; what is not in them is counted as OTHER.
 OTHER = "other"
@@ -116,16 +116,15 @@ class Metrics:
     def preempted(self) -> None:
         self.num_preemptions += 1
 
-    def finished(self, reason: str, times: RequestTimes) -> None:
-        if reason == "stop_string":
-            reason = "stop"
+    def finished(self, record: RequestRecord) -> None:
+        reason = "stop" if record.reason == "stop_string" else record.reason
         if reason not in self.finished_by_reason:  # a cause of cancellation
             _add(self.aborted_by_cause, reason)
             reason = "abort"
         self.finished_by_reason[reason] += 1
-        self.num_prompt_tokens += times.num_prompt_tokens
-        self.queue_time.observe(times.queue_seconds)
-        self.end_to_end.observe(times.end_to_end_seconds)
+        self.num_prompt_tokens += record.num_prompt_tokens
+        self.queue_time.observe(record.queue_seconds)
+        self.end_to_end.observe(record.end_to_end_seconds)
 
     def refused(self, cause: str) -> None:
         _add(self.refused_by_cause, cause)

@@ -1,12 +1,19 @@
 """How loading tells what it does: bars on a terminal, plain lines elsewhere."""
 
 import sys
+from contextlib import suppress
 from time import monotonic
 from typing import NoReturn, Protocol, TextIO
 
 from tqdm import tqdm
 
 _LINE_SECONDS = 5.0  # at most one plain line in this time
+
+
+def say(line: str, stream: TextIO | None = None) -> None:
+    """A line to standard error. Where it can't be written, as on a full disk, it is lost and no more."""
+    with suppress(OSError):
+        print(line, file=stream or sys.stderr, flush=True)
 
 
 class Progress(Protocol):
@@ -54,7 +61,7 @@ class TerminalProgress:
         self.close()
         self._name = name
         self._told_at = monotonic()
-        print(f"{name} ...", file=self._stream, flush=True)
+        say(f"{name} ...", self._stream)
 
     def update(self, done: int, total: int | None, unit: str) -> None:
         if self._stream.isatty():
@@ -72,7 +79,7 @@ class TerminalProgress:
         elif monotonic() - self._told_at >= _LINE_SECONDS:
             self._told_at = monotonic()
             of_total = f" of {total}" if total else ""
-            print(f"{self._name}: {done}{of_total} {unit}", file=self._stream, flush=True)
+            say(f"{self._name}: {done}{of_total} {unit}", self._stream)
 
     def close(self) -> None:
         """Remove the bar."""

@@ -37,6 +37,9 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
+Address = Annotated[
+    str, Meta(pattern=r"^https?://[^/\s]+(/\S*)?\Z", title="an address such as http://collector:4318")
+]
 Origin = Annotated[
     str, Meta(pattern=r"^(\*|https?://[^/\s,]+)\Z", title="origins such as https://example.org, or *")
 ]
@@ -169,6 +172,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: Annotated[LogLevel, _about("log", "least serious kind of line to log")] = "info"
     log_format: Annotated[LogFormat, _about("log", "lines for people, or one JSON object a line")] = "text"
     access_log: Annotated[bool, _about("log", "log a line a request; never its text")] = True
+    trace_endpoint: Annotated[
+        Address | None,
+        _about(
+            "log",
+            "OpenTelemetry collector that gets a span a request, by OTLP over HTTP, such as "
+            "http://collector:4318; needs the extra `otel`; unset: none",
+        ),
+    ] = None
+    trace_sample_ratio: Annotated[
+        Annotated[float, Meta(ge=0, le=1)],
+        _about("log", "share of the requests that get a span, where their caller has not decided"),
+    ] = 1.0
 
     @property
     def cache_path(self) -> Path:
@@ -225,12 +240,12 @@ def _options() -> tuple[Option, ...]:
 def _allowed(value_type: Any) -> str:
     arguments = get_args(value_type)
     if get_origin(value_type) is Annotated:
-        return _allowed(arguments[0]) + _limits(arguments[1])
+        return arguments[1].title or _allowed(arguments[0]) + _limits(arguments[1])
     if get_origin(value_type) is Literal:
         return "one of " + ", ".join(map(str, arguments))
     if get_origin(value_type) is tuple:
-        items = get_args(arguments[0])  # a bare str has none
-        return f"{items[1].title if items else 'names'}, separated by commas"
+        items = "names" if arguments[0] is str else _allowed(arguments[0])
+        return f"{items}, separated by commas"
     if NoneType in arguments:
         return _allowed(arguments[0])
     return {int: "a whole number", float: "a number", str: "text"}[value_type]

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.engine.observer import EngineGauges, EngineObserver, RequestTimes
+from service.engine.observer import EngineGauges, EngineObserver, RequestRecord
 from service.metrics import (
     ABORT_CAUSES,
     DEFINITIONS,
@@ -18,7 +19,10 @@ from service.metrics import (
     as_markdown,
 )
 
-TIMES = RequestTimes(
+RECORD = RequestRecord(
+    reason="stop",
+    submitted_at=0.0,
+    was_planned=True,
     queue_seconds=0.2,
     first_token_seconds=0.5,
     end_to_end_seconds=3.0,
@@ -51,7 +55,7 @@ def test_a_request_is_seen_in_every_metric_it_touches() -> None:
     observer.first_token(0.5)
     observer.next_tokens(0.01, 4)
     observer.preempted()
-    observer.finished("stop", TIMES)
+    observer.finished(RECORD)
     observer.refused("queue_full")
 
     seen = values_of(metrics)
@@ -88,7 +92,7 @@ def test_a_request_is_seen_in_every_metric_it_touches() -> None:
 def test_every_alias_shows_what_its_original_shows() -> None:
     metrics = Metrics()
     metrics.first_token(1.0)
-    metrics.finished("length", TIMES)
+    metrics.finished(RECORD)
 
     seen = {f.name: f for f in text_string_to_metric_families(metrics.exposition().decode())}
 
@@ -103,7 +107,7 @@ def test_labels_are_bounded_whatever_is_reported() -> None:
     metrics = Metrics()
 
     for i in range(50):
-        metrics.finished(f"cause {i}", TIMES)
+        metrics.finished(structs.replace(RECORD, reason=f"cause {i}"))
         metrics.refused(f"cause {i}")
         metrics.http_answered("other", f"METHOD{i}", 404)
 
@@ -128,7 +132,7 @@ def test_labels_are_bounded_whatever_is_reported() -> None:
 def test_how_a_request_ended(cause: str, reason: str, is_abort: bool) -> None:
     metrics = Metrics()
 
-    metrics.finished(cause, TIMES)
+    metrics.finished(structs.replace(RECORD, reason=cause))
 
     assert metrics.finished_by_reason[reason] == 1
     assert sum(metrics.aborted_by_cause.values()) == is_abort

@@ -16,7 +16,7 @@ from service.engine.batch import Batch, BatchBuilder
 from service.engine.block_pool import BlockPool
 from service.engine.constraint import Constraint
 from service.engine.drain_rate import DrainRate
-from service.engine.observer import EngineGauges, EngineObserver, NoObserver, RequestTimes
+from service.engine.observer import EngineGauges, EngineObserver, NoObserver, RequestRecord
 from service.engine.prefix_cache import PrefixCache
 from service.engine.request import FinishReason, Request, SamplingParams, State, TokenLogprobs
 from service.engine.runner import Runner, StepResult
@@ -316,25 +316,26 @@ class Engine:
         stop_token_id: int | None = None,
         error: str | None = None,
     ) -> None:
-        """Finish a request and tell its stream and, with `reason`, the observer."""
+        """Finish a request and tell its stream and the observer; `reason` as in RequestRecord."""
         stream = self._streams.pop(request.arrival)
         if not self._streams:
             self._is_empty.set()
         self.scheduler.finish(request)
-        stream.end(finish_reason, stop_token_id=stop_token_id, error=error)
         now = monotonic()
-        self._drain_rate.note(now)
-        self._observer.finished(
-            reason,
-            RequestTimes(
-                queue_seconds=(request.admitted_at or now) - request.submitted_at,
-                first_token_seconds=stream.first_output_after,
-                end_to_end_seconds=now - request.submitted_at,
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_output_tokens=len(request.token_ids) - request.num_prompt_tokens,
-                num_cached_tokens=request.num_cached_tokens or 0,
-            ),
+        stream.record = RequestRecord(
+            reason=reason,
+            submitted_at=request.submitted_at,
+            was_planned=request.admitted_at is not None,
+            queue_seconds=(request.admitted_at or now) - request.submitted_at,
+            first_token_seconds=stream.first_output_after,
+            end_to_end_seconds=now - request.submitted_at,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=len(request.token_ids) - request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens or 0,
         )
+        stream.end(finish_reason, stop_token_id=stop_token_id, error=error)
+        self._drain_rate.note(now)
+        self._observer.finished(stream.record)
 
     def _fail_step(self, step: Step, error: Exception) -> None:
         """End the requests of a step that could not run; the others go on."""

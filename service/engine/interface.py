@@ -3,11 +3,14 @@
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from service.engine.observer import RequestRecord
 from service.engine.request import Output, SamplingParams
 
 
 class OutputStream(Protocol):
     """Outputs of one request. Leaving early: `close`; it frees the request's blocks at the next step."""
+
+    record: RequestRecord | None  # once the request is over
 
     def __aiter__(self) -> AsyncIterator[Output]:
         """Outputs as steps end; the last has a finish reason. Ids that are ready together come together."""

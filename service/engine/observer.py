@@ -15,10 +15,15 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_blocks: int  # free to take, but still holding a prefix
 
 
-class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, when it is over. Units: seconds of time.monotonic differences; tokens."""
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, when it is over. Units: seconds of time.monotonic; tokens."""
 
-    queue_seconds: float  # submission until first planned; 0 if it never was
+    reason: (
+        str  # "stop", "length", "error", "stop_string", or a cause of cancellation such as "client_gone"
+    )
+    submitted_at: float
+    was_planned: bool
+    queue_seconds: float  # submission until first planned, or until the end if it never was
     first_token_seconds: float | None  # submission until the first id was handed out
     end_to_end_seconds: float
     num_prompt_tokens: int
@@ -44,9 +49,8 @@ class EngineObserver(Protocol):
     def preempted(self) -> None:
         """A request lost its blocks and will be recomputed."""
 
-    def finished(self, reason: str, times: RequestTimes) -> None:
-        """`reason`: "stop", "length", "error", "stop_string", or a cause of cancellation such as
-        "client_gone"."""
+    def finished(self, record: RequestRecord) -> None:
+        """A request is over, one way or another."""
 
     def refused(self, cause: str) -> None:
         """A submission that was not accepted: "queue_full", "context_length", "dead"."""
@@ -62,5 +66,5 @@ class NoObserver:
     def first_token(self, seconds: float) -> None: ...
     def next_tokens(self, seconds: float, num_tokens: int) -> None: ...
     def preempted(self) -> None: ...
-    def finished(self, reason: str, times: RequestTimes) -> None: ...
+    def finished(self, record: RequestRecord) -> None: ...
     def refused(self, cause: str) -> None: ...

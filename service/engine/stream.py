@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+from service.engine.observer import RequestRecord
 from service.engine.request import FinishReason, Output, Request, TokenLogprobs
 
 
@@ -16,6 +17,7 @@ class Stream:
         self.request = request
         self.last_output_at = request.submitted_at
         self.first_output_after: float | None = None
+        self.record: RequestRecord | None = None
         self._cancel = cancel
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []

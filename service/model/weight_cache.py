@@ -6,11 +6,9 @@ tokenizer) and `weights.safetensors` (float32, q/k/v and gate/up fused). It appe
 """
 
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
-import tempfile
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +26,7 @@ from service.model.config import ModelConfig, SamplingDefaults
 from service.model.gguf import file_fingerprint, open_gguf
 from service.model.safetensors_file import SafetensorsFile
 from service.model.weights import LayerWeights, WeightSource
+from service.scratch import PREFIX, scratch_folder
 
 log = logging.getLogger(__name__)
 
@@ -98,10 +97,7 @@ def _write_entry(entry: Path, checkpoint: Checkpoint) -> None:
     entry.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):  # another process deletes too
         _delete_oldest(entry.parent, keep=MAX_ENTRIES - 1)
-    scratch = Path(tempfile.mkdtemp(prefix="tmp-", dir=entry.parent))
-    lock = os.open(scratch, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH)  # until this process ends, however it does
+    with scratch_folder(entry.parent) as scratch:
         tensors = _tensors(checkpoint)
         save_file(tensors, scratch / "weights.safetensors")
         description = _Description(
@@ -116,33 +112,13 @@ def _write_entry(entry: Path, checkpoint: Checkpoint) -> None:
         if _open_entry(entry, checkpoint.path) is None:  # else another process was quicker
             shutil.rmtree(entry, ignore_errors=True)  # a damaged one
             scratch.rename(entry)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        os.close(lock)
 
 
 def _delete_oldest(folder: Path, keep: int) -> None:
-    """Delete entries beyond `keep`, and what a killed process left half-written."""
     entries = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-    whole = [entry for entry in entries if not entry.name.startswith("tmp-")]
-    left = [entry for entry in entries if entry.name.startswith("tmp-") and not _is_in_work(entry)]
-    for entry in [*whole[keep:], *left]:
+    whole = [entry for entry in entries if not entry.name.startswith(PREFIX)]
+    for entry in whole[keep:]:
         shutil.rmtree(entry, ignore_errors=True)
-
-
-def _is_in_work(scratch: Path) -> bool:
-    """Whether a living process holds the folder's lock. Not by pid: containers share a cache, not pids."""
-    try:
-        lock = os.open(scratch, os.O_RDONLY)
-    except OSError:
-        return True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
-    return False
 
 
 def _tensors(checkpoint: Checkpoint) -> dict[str, Array]:

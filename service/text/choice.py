@@ -8,6 +8,7 @@ import msgspec
 
 from service.engine.constraint import Constraint
 from service.engine.interface import OutputStream
+from service.engine.observer import RequestRecord
 from service.engine.request import FinishReason, Output, TokenLogprobs
 from service.errors import GenerationError, PhotonError, RequestError
 from service.text.choice_text import ChoiceText
@@ -142,6 +143,11 @@ class TextGeneration:
         except PhotonError:
             await self.aclose("error")
             raise
+
+    @property
+    def records(self) -> list[RequestRecord]:
+        """Of the choices that are over."""
+        return [record for each in self._choices if (record := each.stream.record) is not None]
 
     async def aclose(self, cause: str = "client_gone") -> None:
         """Cancel what is left; idempotent. Whoever still waits for deltas gets no more."""

@@ -9,6 +9,7 @@ import msgspec
 
 from service.engine.constraint import Constraint
 from service.engine.interface import EngineClient, OutputStream
+from service.engine.observer import RequestRecord
 from service.engine.request import SamplingParams
 from service.errors import ContextLengthError, RequestError
 from service.model.config import SamplingDefaults
@@ -56,6 +57,9 @@ class Generation(Protocol):
     num_prompt_tokens: int
     max_tokens: int  # after clamping to the context
     is_clamped: bool  # max_tokens was asked for and did not fit
+
+    @property
+    def records(self) -> list[RequestRecord]: ...  # of the choices that are over
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
@@ -225,6 +229,8 @@ class TextGenerator:
         return None if tags is None else ReasoningCounter(params.thinking, tags)
 
     def _check(self, prompt_ids: list[int], params: GenerationParams) -> None:
+        if params.max_tokens is not None and params.max_tokens < 0:
+            raise RequestError(f"max_tokens is {params.max_tokens}; give 0 or more.", field="max_tokens")
         if not prompt_ids:
             raise RequestError("The prompt is empty; give at least one token.", field="prompt")
         if len(prompt_ids) >= self.max_model_len:

@@ -38,6 +38,7 @@ FULL: dict[str, Any] = {
     "httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}], "hostnames": ["llm.example.org"]},
     "inferencePool": {"enabled": True, "endpointPicker": "picker"},
     "autoscaling": {"type": "hpa"},
+    "tracing": {"endpoint": "http://collector.traces:4318", "sampleRatio": 0.1},
 }
 SETS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -166,11 +167,35 @@ def test_the_schema_knows_every_setting() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     settings = schema["properties"]["settings"]["properties"]
     of_the_chart = {"host", "port", "cache_dir", "log_format", "drain_seconds", "heartbeat_limit_seconds"}
-    of_the_chart |= {"model", "served_model_name", "api_keys_file"}
+    of_the_chart |= {"model", "served_model_name", "api_keys_file", "trace_endpoint", "trace_sample_ratio"}
 
     assert set(settings) == {option.name for option in OPTIONS} - of_the_chart
     for option in OPTIONS:
         assert option.name in of_the_chart or settings[option.name]["description"] == option.help
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "egress", "ports"),
+    [
+        ("", True, [53, 53, 443]),
+        ("", False, []),
+        ("http://collector:4318", True, [53, 53, 443, 4318]),
+        ("http://collector:4318/v1/traces", False, [53, 53, 4318]),
+        ("https://collector.example.org", True, [53, 53, 443]),
+        ("http://collector", False, [53, 53, 80]),
+    ],
+)
+def test_traces_are_switched_on_by_a_value_and_may_leave(
+    endpoint: str, egress: bool, ports: list[int]
+) -> None:
+    values = {"tracing": {"endpoint": endpoint}, "networkPolicy": {"egress": egress}}
+    objects = render(4, values)
+    variables = environment(pod_of(objects)["containers"][0])
+    rules = of_kind(objects, "NetworkPolicy")["spec"]["egress"]
+
+    assert variables.get("PHOTON_TRACE_ENDPOINT", "") == endpoint
+    assert ("PHOTON_TRACE_SAMPLE_RATIO" in variables) == bool(endpoint)
+    assert [port["port"] for rule in rules for port in rule["ports"]] == ports
 
 
 def test_an_autoscaler_alone_sets_the_number_of_replicas() -> None:
@@ -198,6 +223,8 @@ def test_an_autoscaler_alone_sets_the_number_of_replicas() -> None:
         ({"model": {"url": "http://example.org/m.gguf"}}, "url"),
         ({"resources": {"requests": {}, "limits": {"cpu": "2"}}, "gpus": 2}, "gpus"),
         ({"service": {"port": 0}}, "port"),
+        ({"tracing": {"endpoint": "collector:4318"}}, "endpoint"),
+        ({"tracing": {"sampleRatio": 2}}, "sampleRatio"),
     ],
 )
 @pytest.mark.parametrize("major", [3, 4])

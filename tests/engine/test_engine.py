@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from service.engine.batch import Batch
 from service.engine.engine import Engine
 from service.engine.interface import EngineClient, OutputStream
-from service.engine.observer import EngineGauges, NoObserver, RequestTimes
+from service.engine.observer import EngineGauges, NoObserver, RequestRecord
 from service.engine.request import FinishReason, Output, SamplingParams
 from service.engine.stream import Stream
 from service.errors import ContextLengthError, EngineDeadError, OverloadedError, RequestError
@@ -24,8 +24,7 @@ BLOCK = 4
 
 class Watcher(NoObserver):
     def __init__(self) -> None:
-        self.reasons: list[str] = []
-        self.times: list[RequestTimes] = []
+        self.records: list[RequestRecord] = []
         self.gauges: list[EngineGauges] = []
         self.num_preempted = 0
         self.prefill_tokens = 0
@@ -37,9 +36,12 @@ class Watcher(NoObserver):
     def refused(self, cause: str) -> None:
         self.refusals.append(cause)
 
-    def finished(self, reason: str, times: RequestTimes) -> None:
-        self.reasons.append(reason)
-        self.times.append(times)
+    @property
+    def reasons(self) -> list[str]:
+        return [record.reason for record in self.records]
+
+    def finished(self, record: RequestRecord) -> None:
+        self.records.append(record)
 
     def step_done(self, *, num_prefill_tokens: int, num_decode_tokens: int, gauges: EngineGauges) -> None:
         self.prefill_tokens += num_prefill_tokens
@@ -155,7 +157,7 @@ async def test_without_the_prefix_cache_nothing_is_reused() -> None:
     async with running_engine(prefix_cache=False) as (engine, _, watcher):
         for _ in range(2):
             assert await generate(engine, list(range(12)), 2) == expected_ids(list(range(12)), 2)
-    assert [times.num_cached_tokens for times in watcher.times] == [0, 0]
+    assert [record.num_cached_tokens for record in watcher.records] == [0, 0]
 
 
 def chaos(engine: Engine, rng: random.Random, live: list[Stream]) -> Callable[[Batch], None]:

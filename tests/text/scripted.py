@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
+from service.engine.observer import RequestRecord
 from service.engine.request import FinishReason, Output, SamplingParams, TokenLogprobs
 
 # An id; ids that come together; a whole output; an event to wait for; or an exception to raise.
@@ -35,6 +36,7 @@ class ScriptedStream:
         self._script = list(script)
         self._num_left = submission.params.max_tokens
         self._closed = asyncio.Event()
+        self.record: RequestRecord | None = None
         params = submission.params
         self._ending_ids = (frozenset() if params.ignore_eos else eos_token_ids) | set(
             params.stop_token_ids

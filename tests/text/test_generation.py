@@ -409,7 +409,7 @@ async def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(
         ([], {}, "prompt"),
         ([1], {"logit_bias": ((TOKENIZER.vocab_size, 1.0),)}, "logit_bias"),
         ([1], {"stop_token_ids": (2**31,)}, "stop_token_ids"),
-        ([1], {"max_tokens": 0}, "max_tokens"),
+        ([1], {"max_tokens": -1}, "max_tokens"),
     ],
 )
 async def test_what_the_model_does_not_have_is_refused_by_name(

@@ -67,9 +67,27 @@ seccompProfile: {type: RuntimeDefault}
   valueFrom: {secretKeyRef: {name: {{ .name }}, key: {{ .key }}}}
 {{- end }}
 {{- end }}
+{{- with .Values.tracing }}
+{{- if .endpoint }}
+- {name: PHOTON_TRACE_ENDPOINT, value: {{ .endpoint | quote }}}
+- {name: PHOTON_TRACE_SAMPLE_RATIO, value: {{ .sampleRatio | quote }}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: OTEL_RESOURCE_ATTRIBUTES
+  value: k8s.namespace.name={{ $.Release.Namespace }},k8s.pod.name=$(POD_NAME)
+{{- end }}
+{{- end }}
 {{- range $name, $value := .Values.settings }}
 - {name: PHOTON_{{ upper $name }}, value: {{ $value | toString | quote }}}
 {{- end }}
+{{- end -}}
+
+{{/* The port that traces go to; nothing where there are none. */}}
+{{- define "photoninfer.tracingPort" -}}
+{{- with .Values.tracing.endpoint -}}
+{{- $url := urlParse . -}}
+{{- regexFind ":[0-9]+$" $url.host | trimPrefix ":" | default (ternary "443" "80" (eq $url.scheme "https")) -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "photoninfer.volumeMounts" -}}
