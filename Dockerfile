@@ -1,7 +1,7 @@
 # docker build --tag photoninfer .                                  for an NVIDIA GPU, CUDA 12
 # docker build --tag photoninfer --build-arg CUDA=13 .              CUDA 13
 # docker build --tag photoninfer:cpu --target cpu .                 no GPU, the default model inside
-# docker build --build-arg MODEL=org/name --build-arg ARCHS="sm_80 sm_90a" .   kernels compiled beforehand
+# docker build --build-arg MODEL=org/name --build-arg ARCHS="sm_80 sm_90a" .   its kernels and files inside
 
 ARG PYTHON=3.12
 
@@ -34,7 +34,8 @@ ENV PATH=/opt/photoninfer/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     CUPY_CACHE_DIR=/cache/cupy \
     PHOTON_HOST=0.0.0.0 \
-    PHOTON_CACHE_DIR=/cache
+    PHOTON_CACHE_DIR=/cache \
+    PHOTON_SHARED_CACHE_DIR=/opt/photoninfer/cache
 USER 10001
 EXPOSE 5728
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m CMD ["python", "-c", "import os, urllib.request as u; u.urlopen('http://127.0.0.1:' + os.environ.get('PORT', os.environ.get('PHOTON_PORT', '5728')) + '/livez')"]
@@ -43,7 +44,6 @@ CMD ["serve"]
 
 FROM run AS cpu
 COPY --from=build-cpu /opt/photoninfer /opt/photoninfer
-ENV PHOTON_CACHE_DIR=/opt/photoninfer/cache
 
 FROM run AS gpu
 ENV NVIDIA_VISIBLE_DEVICES=all \
