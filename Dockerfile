@@ -24,7 +24,8 @@ RUN pip install --no-cache-dir --no-compile ".[cuda${CUDA},otel]" && python -m c
 ARG MODEL=""
 ARG ARCHS=""
 ENV PHOTON_CACHE_DIR=/opt/photoninfer/cache
-RUN mkdir -p "$PHOTON_CACHE_DIR" && for arch in $ARCHS; do photoninfer compile $MODEL --arch "$arch"; done
+RUN mkdir -p "$PHOTON_CACHE_DIR" && \
+    for arch in $ARCHS; do photoninfer compile $MODEL --arch "$arch" || exit 1; done
 
 FROM python:${PYTHON}-slim-bookworm AS run
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp photon && mkdir /cache && chown photon /cache
