@@ -72,6 +72,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         _about("model", "folder of downloads and prepared weights; unset: the user's cache folder"),
     ] = None
+    shared_cache_dir: Annotated[
+        str | None,
+        _about(
+            "model",
+            "folder laid out like cache_dir that is looked into first and never written, such as one in a "
+            "container image; unset: none",
+        ),
+    ] = None
     weight_cache: Annotated[
         bool, _about("model", "keep prepared weights in cache_dir, so that the next start is quick")
     ] = True
@@ -191,6 +199,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         if self.cache_dir is None:
             return Path(platformdirs.user_cache_dir("photoninfer", appauthor=False))
         return Path(self.cache_dir).expanduser()
+
+    @property
+    def shared_cache_path(self) -> Path | None:
+        """The folder that is looked into before `cache_path`."""
+        return None if self.shared_cache_dir is None else Path(self.shared_cache_dir).expanduser()
 
 
 class Option(msgspec.Struct, frozen=True):

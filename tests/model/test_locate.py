@@ -79,6 +79,43 @@ def test_without_a_name_it_is_the_default_model(tmp_path: Path, monkeypatch: pyt
     assert find_model(options, NoProgress()).path == path
 
 
+def test_the_shared_cache_is_looked_into_first_and_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    path = default_model_path(shared)
+    path.parent.mkdir(parents=True)
+    make_gguf(path)
+    monkeypatch.setattr("service.model.default_model.NUM_BYTES", path.stat().st_size)
+    find_model(Settings(cache_dir=str(shared)), NoProgress())  # as an image is built
+    before = {each: each.stat().st_mtime_ns for each in shared.rglob("*") if each.is_file()}
+    options = settings(tmp_path, None, shared_cache_dir=str(shared))
+    (path.parent / "tmp-of-others").mkdir()
+
+    assert find_model(options, NoProgress()).path == path
+    assert {each: each.stat().st_mtime_ns for each in shared.rglob("*") if each.is_file()} == before
+    assert (path.parent / "tmp-of-others").exists()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_the_shared_cache_lacks_is_fetched_into_the_own_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def fetch(name: str, **options: Any) -> Path:
+        asked.append((options["cache_dir"], options["offline"]))
+        if options["cache_dir"] == tmp_path / "shared":
+            raise DownloadError("not there")
+        return tmp_path
+
+    monkeypatch.setattr("service.model.locate.fetch_from_hub", fetch)
+    options = settings(tmp_path, "org/model", shared_cache_dir=str(tmp_path / "shared"))
+
+    assert fetch_model(options, NoProgress()) == tmp_path
+    assert asked == [(tmp_path / "shared", True), (tmp_path / "cache", False)]
+
+
 def test_a_name_is_asked_of_the_hub_with_all_that_was_set(tmp_path: Path, asked: dict[str, Any]) -> None:
     (tmp_path / "token").write_text("hf_secret\n")
     options = settings(

@@ -93,6 +93,20 @@ def test_a_cached_model_is_the_same_and_is_not_parsed_again(
         assert_same(checkpoint, open_checkpoint(source))
 
 
+def test_an_entry_of_another_user_is_used_though_it_can_not_be_marked_as_used(
+    source: Path, cache: Path, parsed: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_gguf_cached(source, cache)
+
+    def refuse(*_arguments: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(f"{MODULE}.os.utime", refuse)
+    open_gguf_cached(source, cache)
+
+    assert parsed == [source]
+
+
 def test_a_tied_head_is_not_stored(source: Path, cache: Path) -> None:
     make_gguf(source, tensors={"output.weight": None})
     open_gguf_cached(source, cache)

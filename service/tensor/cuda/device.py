@@ -20,9 +20,9 @@ _COMPILERS = 16  # threads; NVRTC runs without Python's lock
 class CudaDevice:
     """The current GPU. Ops queue on CuPy's current stream of the calling thread, one thread at a time."""
 
-    def __init__(self, cubin_dir: Path | None = None) -> None:
-        """`cubin_dir`: kernels that `photoninfer compile` has left."""
-        self._cubin_dir = cubin_dir
+    def __init__(self, cubin_dirs: tuple[Path, ...] = ()) -> None:
+        """`cubin_dirs`: where to look for kernels that `photoninfer compile` has left."""
+        self._cubin_dirs = cubin_dirs
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
         self.name: str = properties["name"].decode()
         self.num_multiprocessors: int = properties["multiProcessorCount"]
@@ -51,7 +51,7 @@ class CudaDevice:
         key = (name, entry, tuple(defines.items()))
         found = self._kernels.get(key)
         if found is None:
-            module = load_module(KernelId(name, tuple(defines.items())), self._cubin_dir)
+            module = load_module(KernelId(name, tuple(defines.items())), self._cubin_dirs)
             found = CudaKernel(module.get_function(entry or name), signature, **options)
             self._kernels[key] = found
         return found
@@ -66,7 +66,7 @@ class CudaDevice:
 
         def compile_one(kernel: KernelId) -> None:
             cupy.cuda.Device(number).use()
-            load_module(kernel, self._cubin_dir)
+            load_module(kernel, self._cubin_dirs)
 
         with ThreadPoolExecutor(_COMPILERS, thread_name_prefix="compile") as pool:
             for done, future in enumerate(as_completed([pool.submit(compile_one, k) for k in wanted]), 1):

@@ -101,7 +101,7 @@ def store_cubin(kernel: KernelId, arch: str, folder: Path) -> Path:
 
 
 @cache
-def load_module(kernel: KernelId, cubin_dir: Path | None) -> Any:
+def load_module(kernel: KernelId, cubin_dirs: tuple[Path, ...]) -> Any:
     """Compiled for the current device: from our cubins, or by CuPy, which keeps a cache of its own.
 
     Raises: KernelError with the compiler's log.
@@ -109,9 +109,9 @@ def load_module(kernel: KernelId, cubin_dir: Path | None) -> Any:
     import cupy  # here, not above: the CPU backend must work where CuPy is not installed
 
     name, defines, arch = kernel.name, dict(kernel.defines), device_arch()
-    path = None if cubin_dir is None else cubin_path(kernel, arch, cubin_dir)
-    if path is not None and path.is_file():
-        return cupy.RawModule(path=str(path))
+    for path in (cubin_path(kernel, arch, folder) for folder in cubin_dirs):
+        if path.is_file():
+            return cupy.RawModule(path=str(path))
     _nvrtc()
     module = cupy.RawModule(code=source_text(f"{name}.cu"), options=compile_options(arch, defines))
     try:
