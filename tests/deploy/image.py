@@ -9,6 +9,7 @@ import fnmatch
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -45,9 +46,15 @@ class Image:
         return _PATH.sub(f"{self.root}/", text)
 
     def start(self, command: Sequence[str], **more: str) -> "subprocess.Popen[str]":
-        """As a container would: nothing of our own environment, the image's user where we may."""
+        """As a container would: nothing of our own environment, and as the image's user where that works.
+
+        It takes root, and a Python that lies where everybody may run it.
+        """
         identity: dict[str, Any] = {}
-        if os.geteuid() == 0:
+        python = Path(sys.executable).resolve()
+        if os.geteuid() == 0 and all(
+            each.stat().st_mode & stat.S_IXOTH for each in (python, *python.parents)
+        ):
             identity = {"user": self.user, "group": self.user, "extra_groups": []}
         environment = self.environment | more
         program = shutil.which(command[0], path=environment["PATH"])
@@ -148,14 +155,11 @@ class Image:
     def _lend_packages(self, home: Path) -> None:
         """Dependencies come from the tests' own environment instead of an index; our package does not."""
         (packages,) = home.glob("lib/python*/site-packages")
-        lent = self.root / "usr" / "lib" / "lent"
-        lent.mkdir(parents=True)
         for folder in (Path(each) for each in sys.path if each.endswith("site-packages")):
             for each in folder.iterdir():
                 ours = each.name.startswith(("photoninfer", "_photoninfer", "__editable__"))
-                if not ours and not (lent / each.name).exists():
-                    (lent / each.name).symlink_to(each)
-        (packages / "lent.pth").write_text(f"{lent}\n")
+                if not ours and not (packages / each.name).exists():
+                    (packages / each.name).symlink_to(each)
         self.left_out.append("dependencies of pip install: lent by the environment of the tests")
 
 

@@ -98,13 +98,9 @@ def test_the_cpu_image_is_built_serves_its_model_and_writes_nowhere_else(
     assert process.returncode == 0
     assert check(image, port) != 0
     assert "not cached" not in "".join(log)  # the prepared weights of the image were used
-    assert list((root / "cache").iterdir()) == []
+    assert {each.name for each in (root / "cache").iterdir()} <= {"cupy"}  # if CuPy is among what is lent
     assert files(root) == before
-    assert [reason.split(":")[0].split()[0] for reason in image.left_out] == [
-        "dependencies",
-        "useradd",
-        "chown",
-    ]
+    assert {reason.split()[0] for reason in image.left_out} == {"useradd", "chown", "dependencies"}
 
 
 def test_the_gpu_image_holds_the_kernels_that_were_asked_for(root: Path) -> None:
