@@ -16,7 +16,7 @@ from openai_api.fields import HEADER
 from openai_api.page import PREFIX
 from service.api_keys import ApiKey, find_key
 
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health", "/"})
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/startupz", "/health", "/", "/docs"})
 METRICS_PATH = "/metrics"
 _EXPOSED = ("X-Request-Id", HEADER, "Retry-After", "X-Should-Retry")  # headers that scripts may read
 
@@ -42,29 +42,34 @@ def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
+def needs_key(method: str, path: str, access: Access) -> bool:
+    """Whether a request needs a key, once there are any."""
+    if method == "OPTIONS" or path in OPEN_PATHS or path.startswith(PREFIX):
+        return False
+    return access.metrics_key or path != METRICS_PATH
+
+
 class KeyCheck:
     """Refuses requests without a good key: 401, or 403 if it is one for something else."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
-        self._keys = access.keys
-        self._open_paths = OPEN_PATHS if access.metrics_key else OPEN_PATHS | {METRICS_PATH}
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope) if self._keys and scope["type"] == "http" else None
+        refusal = self._refusal(scope) if self._access.keys and scope["type"] == "http" else None
         if refusal is None:
             await self._app(scope, receive, send)
         else:
             await refusal.response()(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        path = scope["path"]
-        if scope["method"] == "OPTIONS" or path in self._open_paths or path.startswith(PREFIX):
+        if not needs_key(scope["method"], scope["path"], self._access):
             return None
         given = _bearer_token(scope)
         if given is None:
             return _unknown("An API key is needed; send it in the header Authorization: Bearer KEY.")
-        key = find_key(self._keys, given)
+        key = find_key(self._access.keys, given)
         if key is None:
             return _unknown("The API key is not one of this server's.")
         if key.scope == "metrics" and scope["path"] != METRICS_PATH:

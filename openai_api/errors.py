@@ -43,6 +43,12 @@ class ErrorBody(msgspec.Struct, frozen=True):
     code: str | None = None
 
 
+class ErrorReply(msgspec.Struct, frozen=True):
+    """The body of every failure."""
+
+    error: ErrorBody
+
+
 class ApiError(msgspec.Struct, frozen=True):
     """An error as it goes over the wire: as a reply, or as the last event of a stream."""
 
@@ -51,7 +57,7 @@ class ApiError(msgspec.Struct, frozen=True):
     headers: dict[str, str] = {}
 
     def encode(self) -> bytes:
-        return msgspec.json.encode({"error": self.body})
+        return msgspec.json.encode(ErrorReply(self.body))
 
     def response(self) -> Response:
         headers = dict(self.headers)

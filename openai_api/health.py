@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,6 +28,16 @@ class LoadPhase:
     done: int = 0
     total: int | None = None
     unit: str = ""
+
+
+class HealthReport(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The body of a probe's answer."""
+
+    status: str  # "failed", "loading", "draining", "stuck" or "ok"
+    reason: str | UnsetType = UNSET  # of a failure
+    phase: str | UnsetType = UNSET  # of loading
+    phases: list[LoadPhase] | UnsetType = UNSET
+    heartbeat_age_seconds: float | UnsetType | None = UNSET  # of a loop that stands still; null: for ever
 
 
 @dataclass(slots=True)
@@ -75,21 +85,17 @@ class Health:
             return "draining"
         return "ok" if self.is_alive else "stuck"
 
-    def report(self) -> dict[str, Any]:
-        """The body of a probe's answer."""
-        body: dict[str, Any] = {"status": self.status}
+    def report(self) -> HealthReport:
+        """What a probe is told."""
+        report = HealthReport(status=self.status)
         if (failure := self.failure) is not None:
-            body["reason"] = failure
+            report.reason = failure
         elif not self.is_ready and self.phases:
-            body["phase"] = self.phases[-1].name
-            body["phases"] = [
-                {"name": each.name, "done": each.done, "total": each.total, "unit": each.unit}
-                for each in self.phases
-            ]
-        elif self.status == "stuck":
+            report.phase, report.phases = self.phases[-1].name, self.phases
+        elif report.status == "stuck":
             age = self.heartbeat_age()
-            body["heartbeat_age_seconds"] = round(age, 3) if math.isfinite(age) else None
-        return body
+            report.heartbeat_age_seconds = round(age, 3) if math.isfinite(age) else None
+        return report
 
     def loading_text(self) -> str:
         """What a client is told while the model loads."""

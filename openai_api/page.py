@@ -1,4 +1,4 @@
-"""The chat page at `/`, and its files. They are the same for everybody and need no API key."""
+"""The chat page at `/`, the API at `/docs`, and their files: equal for everybody, without an API key."""
 
 from pathlib import Path
 
@@ -24,12 +24,19 @@ _HEADERS = {
 
 
 def page_routes() -> list[BaseRoute]:
-    """`/` and `/static/`."""
+    """`/`, `/docs` and `/static/`."""
 
     async def index(_http: Request) -> Response:
         return FileResponse(FOLDER / "index.html", headers=_HEADERS)
 
-    return [Route("/", index), Mount(PREFIX.rstrip("/"), _WithHeaders(StaticFiles(directory=FOLDER)))]
+    async def docs(_http: Request) -> Response:
+        return FileResponse(FOLDER / "docs.html", headers=_HEADERS)
+
+    return [
+        Route("/", index),
+        Route("/docs", docs),
+        Mount(PREFIX.rstrip("/"), _WithHeaders(StaticFiles(directory=FOLDER))),
+    ]
 
 
 class _WithHeaders:

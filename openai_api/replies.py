@@ -188,6 +188,10 @@ class DetokenizeReply(msgspec.Struct):
     prompt: str
 
 
+class VersionReply(msgspec.Struct):
+    version: str
+
+
 class Model(msgspec.Struct):
     id: str
     created: int

@@ -84,16 +84,14 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 # Replies
 
 
-class OutputText(msgspec.Struct, frozen=True):
+class OutputText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
     text: str
-    type: str = "output_text"
     annotations: list[Any] = []
     logprobs: list[Any] = []
 
 
-class ReasoningText(msgspec.Struct, frozen=True):
+class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
     text: str
-    type: str = "reasoning_text"
 
 
 class OutputItem(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 const CONVERSATIONS = "photoninfer.conversations";
 const SETTINGS = "photoninfer.settings";
-const KEY = "photoninfer.key";
+export const KEY = "photoninfer.key";
 const ROLES = ["user", "assistant"];
 
 export const DEFAULTS = {
