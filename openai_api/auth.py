@@ -26,6 +26,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 
     keys: tuple[ApiKey, ...] = ()  # none: no request needs one
     metrics_key: bool = False  # /metrics needs a key, too
+    max_requests_per_key: int = 0  # open at once; 0: any number
     cors_origins: tuple[str, ...] = ()  # "*" for all
 
 
@@ -50,7 +51,10 @@ def needs_key(method: str, path: str, access: Access) -> bool:
 
 
 class KeyCheck:
-    """Refuses requests without a good key: 401, or 403 if it is one for something else."""
+    """Refuses requests without a good key: 401, or 403 if it is one for something else.
+
+    Leaves the key in scope["api_key"].
+    """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
@@ -75,6 +79,7 @@ class KeyCheck:
         if key.scope == "metrics" and scope["path"] != METRICS_PATH:
             text = f"This API key is for {METRICS_PATH} only."
             return ApiError(403, ErrorBody(text, INVALID, None, "insufficient_permissions"))
+        scope["api_key"] = key
         return None
 
 

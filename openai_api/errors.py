@@ -74,10 +74,8 @@ def api_error(error: Exception) -> ApiError:
         case ModelNotFoundError():
             return ApiError(404, ErrorBody(str(error), INVALID, "model", "model_not_found"))
         case OverloadedError():
-            seconds = error.retry_after_seconds
-            wait = max(1, math.ceil(seconds)) if math.isfinite(seconds) else 60
             body = ErrorBody(str(error), UNAVAILABLE, None, "server_is_overloaded")
-            return ApiError(503, body, {"Retry-After": str(wait)})
+            return ApiError(503, body, {"Retry-After": retry_after(error.retry_after_seconds)})
         case EngineDeadError():
             return ApiError(503, ErrorBody(str(error), UNAVAILABLE, None, "engine_dead"))
         case DeadlineError():
@@ -87,6 +85,11 @@ def api_error(error: Exception) -> ApiError:
         case HTTPException():
             return _http_error(error)
     return ApiError(500, ErrorBody(INTERNAL_MESSAGE, "server_error", None, "internal_error"))
+
+
+def retry_after(seconds: float) -> str:
+    """The header's value: whole seconds, at least one, and a minute where nothing is known."""
+    return str(max(1, math.ceil(seconds)) if math.isfinite(seconds) else 60)
 
 
 def log_unexpected(error: Exception) -> None:

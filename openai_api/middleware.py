@@ -1,5 +1,5 @@
-"""ASGI layers around the routes: request id and metrics, origins, paths, keys, body size; and errors in
-OpenAI's shape.
+"""ASGI layers around the routes: request id and metrics, origins, paths, keys, their limits, body size; and
+errors in OpenAI's shape.
 """
 
 import re
@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from openai_api.api import Api
 from openai_api.auth import KeyCheck, allow_origins
+from openai_api.client_limit import ClientLimit
 from openai_api.errors import TOLD, answer_error, api_error, log_unexpected
 
 BASE = "/v1"
@@ -33,7 +34,8 @@ def wrap(app: Starlette, api: Api) -> ASGIApp:
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.add_exception_handler(Exception, answer_error)
-    checked = KeyCheck(BodyLimit(app, api.limits.max_body_bytes), api.access)
+    limited = ClientLimit(BodyLimit(app, api.limits.max_body_bytes), api)
+    checked = KeyCheck(limited, api.access)
     return Outermost(allow_origins(NormalPath(checked), api.access.cors_origins), api)
 
 

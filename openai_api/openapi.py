@@ -49,7 +49,10 @@ def openapi_document(endpoints: Sequence[Endpoint], access: Access) -> dict[str,
             operation = paths[path][method.lower()] = _operation(method, row, schema_of)
             is_locked = bool(access.keys) and needs_key(method, row.path, access)
             operation["security"] = [{"key": []}] if is_locked else []
-            for status in (401, 403) if is_locked else ():
+            statuses = (
+                (401, 403, 429) if access.max_requests_per_key and row.body is not None else (401, 403)
+            )
+            for status in statuses if is_locked else ():
                 operation["responses"][str(status)] = _failure(status, schema_of(ErrorReply))
     return {
         "openapi": "3.1.0",

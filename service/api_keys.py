@@ -13,8 +13,9 @@ from typing import Literal, get_args
 
 import msgspec
 
+from service.environment import read_api_keys_variable
 from service.errors import SettingsError
-from service.settings import API_KEYS_VARIABLE, Settings, read_api_keys_variable
+from service.settings import API_KEYS_VARIABLE, Settings
 
 log = logging.getLogger(__name__)
 

@@ -87,6 +87,7 @@ class Server:
         access = Access(
             keys=read_api_keys(settings),
             metrics_key=settings.metrics_key,
+            max_requests_per_key=settings.max_requests_per_key,
             cors_origins=settings.cors_origins,
         )
         self._api = Api(model_names=_model_names(settings), limits=limits, access=access)

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import cast
 
 from service import __version__
+from service.environment import load_settings, set_thread_count
 from service.errors import PhotonError, SettingsError
 from service.options import default_text, help_text
 from service.progress import say
-from service.settings import OPTIONS, Settings, load_settings, set_thread_count
+from service.settings import OPTIONS, Settings
 
 _COMMANDS = {
     "serve": "serve a model over HTTP (the default model if none is named)",

@@ -21,7 +21,7 @@ from service.engine.observer import EngineGauges, RequestRecord
 OTHER = "other"
 REASONS = ("stop", "length", "error", "abort")
 ABORT_CAUSES = ("client_gone", "timeout", "shutdown", OTHER)
-REFUSAL_CAUSES = ("queue_full", "context_length", "dead", "loading", "draining", OTHER)
+REFUSAL_CAUSES = ("queue_full", "context_length", "dead", "loading", "draining", "client_limit", OTHER)
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", OTHER)
 
 # Seconds. First tokens: from a short prompt on a fast GPU to minutes in a queue.

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.api_keys import find_key, read_api_keys
+from service.environment import load_settings
 from service.errors import SettingsError
-from service.settings import Settings, load_settings
+from service.settings import Settings
 
 SECRET = "sk-5e5ame"
 

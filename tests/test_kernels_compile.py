@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.shapes import LLAMA_1B, QWEN3_8B
+from service.environment import usable_cores
 from service.errors import KernelError
 from service.model.config import ModelConfig
 from service.model.rope import RopeConfig
-from service.settings import usable_cores
 from service.tensor.cuda import kernels
 from service.tensor.cuda.kernels import KernelId, compile_cubin, cubin_path, kernel_dir, source_text
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from service.environment import load_settings, read_hf_token, usable_cores
 from service.errors import SettingsError
 from service.options import as_toml
-from service.settings import OPTIONS, Settings, load_settings, read_hf_token, usable_cores
+from service.settings import OPTIONS, Settings
 
 ROOT = Path(__file__).parents[1]
 REMAKE = (

@@ -11,8 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from service.environment import load_settings
 from service.errors import SettingsError
-from service.settings import Settings, load_settings
+from service.settings import Settings
 from service.traces import make_tracer_provider
 from tests.checkpoints import make_checkpoint
 from tests.server.server_process import running_server

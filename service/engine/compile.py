@@ -15,10 +15,11 @@ from service.engine.build import (
     require_cuda_shapes,
     shapes_of,
 )
+from service.environment import nearest_hint, usable_cores
 from service.errors import SettingsError
 from service.model.config import ModelConfig
 from service.progress import Progress
-from service.settings import Settings, nearest_hint, usable_cores
+from service.settings import Settings
 from service.tensor.cuda.kernels import (
     KernelId,
     cubin_path,

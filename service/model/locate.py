@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from service.environment import read_hf_token
 from service.errors import DownloadError, ModelError
 from service.model.checkpoint import Checkpoint, open_checkpoint
 from service.model.default_model import fetch_default_model
@@ -12,7 +13,7 @@ from service.model.hub import fetch_from_hub, is_hub_name
 from service.model.huggingface import read_tokenizer
 from service.model.weight_cache import open_gguf_cached
 from service.progress import NoProgress, Progress
-from service.settings import Settings, read_hf_token
+from service.settings import Settings
 
 
 def find_model(settings: Settings, progress: Progress) -> Checkpoint:

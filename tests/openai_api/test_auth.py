@@ -1,7 +1,8 @@
 """API keys and origins, as clients meet them."""
 
+import asyncio
 import logging
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from openai_api.api import Api
 from openai_api.auth import Access
 from service.api_keys import ApiKey, Scope, digest_of
-from tests.openai_api.scripted import CHAT, MODEL, PROMPT, ScriptedGenerator, client_of, make_api
+from service.text.generation import TextGenerator
+from tests.openai_api.scripted import CHAT, MODEL, PROMPT, ScriptedGenerator, client_of, deltas_of, make_api
 
 CHAT_URL = "/v1/chat/completions"
 ORIGIN = "https://app.example.org"
@@ -199,3 +201,31 @@ async def test_a_page_of_another_origin_may_not() -> None:
     assert preflight.status_code == 400
     assert "access-control-allow-origin" not in preflight.headers
     assert "access-control-allow-origin" not in reply.headers
+
+
+async def test_a_key_has_so_many_requests_open_and_no_more() -> None:
+    gate = asyncio.Event()
+    generator = ScriptedGenerator(lambda ids, params: [*deltas_of("a")[:1], gate, *deltas_of("b")])
+    api = guarded(max_requests_per_key=2)
+    api.generator = cast(TextGenerator, generator)
+    first, last = ({"authorization": f"Bearer {name}"} for name in ("first", "last"))
+    async with client_of(api) as client:
+        asking = [
+            asyncio.create_task(client.post(url, json=body, headers=first))
+            for url, body in ((CHAT_URL, CHAT), ("/v1/completions", PROMPT))
+        ]
+        while len(generator.generations) < 2:  # noqa: ASYNC110  # the script has no event for it
+            await asyncio.sleep(0)
+        refused = await client.post(CHAT_URL, json=CHAT, headers=first)
+        listed = await client.get("/v1/models", headers=first)
+        gate.set()
+        other = await client.post(CHAT_URL, json=CHAT, headers=last)
+        answered = await asyncio.gather(*asking)
+        again = await client.post(CHAT_URL, json=CHAT, headers=first)
+
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "slow_down"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert "x-should-retry" not in refused.headers
+    assert [reply.status_code for reply in (listed, other, *answered, again)] == [200] * 5
+    assert api.metrics.refused_by_cause["client_limit"] == 1
