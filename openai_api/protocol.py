@@ -142,11 +142,29 @@ class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
     name: str
 
 
-class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function"):
     """This tool must be called."""
 
+    function: NamedFunction
+
+
+class AllowedTool(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(msgspec.Struct, frozen=True, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """All tools are shown to the model, these may be called."""
+
+    allowed_tools: AllowedTools
+
+
+AnyToolChoice = Literal["none", "auto", "required"] | ToolChoice | AllowedToolsChoice
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,7 +205,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None  # "none" turns thinking off, all others turn it on
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: AnyToolChoice | None = None
     parallel_tool_calls: bool | None = None  # false: one call at most
     include_reasoning: bool | None = None  # false: thinking is counted, but not sent
     add_generation_prompt: bool | None = None  # default: true, unless continue_final_message
@@ -218,7 +236,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: AnyToolChoice | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

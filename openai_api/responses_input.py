@@ -6,6 +6,10 @@ from collections.abc import Sequence
 import msgspec
 
 from openai_api.protocol import (
+    AllowedTool,
+    AllowedTools,
+    AllowedToolsChoice,
+    AnyToolChoice,
     CalledFunction,
     ChatRequest,
     Function,
@@ -17,12 +21,20 @@ from openai_api.protocol import (
     Tool,
     ToolChoice,
 )
-from openai_api.responses_protocol import FunctionChoice, InputItem, InputPart, ResponsesRequest, TextFormat
+from openai_api.responses_protocol import (
+    AllowedFunctions,
+    FunctionChoice,
+    InputItem,
+    InputPart,
+    ResponsesRequest,
+    TextFormat,
+)
 from service.errors import RequestError, UnsupportedFieldError
 
 _ROLES = ("user", "system", "developer", "assistant")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text")
 _FIELDS = (
+    (r"\btool_choice\.allowed_tools\.", "tool_choice."),
     (r"\btools\[(\d+)\]\.function\.", r"tools[\1]."),
     (r"\btool_choice\.function\.name\b", "tool_choice.name"),
     (r"\bresponse_format\.json_schema\.schema\b", "text.format.schema"),
@@ -39,13 +51,6 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
     if text is not None and text.verbosity not in (None, "medium"):
         message = "text.verbosity is not supported; say in the input how long the answer should be."
         raise UnsupportedFieldError(message, field="text.verbosity")
-    choice = body.tool_choice
-    if isinstance(choice, FunctionChoice):
-        choice_of_chat: str | ToolChoice | None = ToolChoice(
-            type="function", function=NamedFunction(name=choice.name)
-        )
-    else:
-        choice_of_chat = choice
     return ChatRequest(
         model=body.model,
         messages=_messages(body),
@@ -55,7 +60,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         stream=body.stream,
         response_format=None if text is None or text.format is None else _response_format(text.format),
         tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
-        tool_choice=choice_of_chat,  # type: ignore[arg-type]  # its words were checked
+        tool_choice=_tool_choice(body),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         chat_template_kwargs=body.chat_template_kwargs,
@@ -88,6 +93,20 @@ def _response_format(given: TextFormat) -> ResponseFormat:
 def _tool(tool: msgspec.Struct) -> Tool:
     given = {name: value for name, value in msgspec.structs.asdict(tool).items() if name != "type"}
     return Tool(type="function", function=Function(**given))
+
+
+def _tool_choice(body: ResponsesRequest) -> AnyToolChoice | None:
+    choice = body.tool_choice
+    match choice:
+        case FunctionChoice():
+            return ToolChoice(function=NamedFunction(name=choice.name))
+        case AllowedFunctions():
+            tools = [
+                AllowedTool(type="function", function=NamedFunction(name=each.name))
+                for each in choice.tools
+            ]
+            return AllowedToolsChoice(allowed_tools=AllowedTools(mode=choice.mode, tools=tools))
+    return choice
 
 
 def _messages(body: ResponsesRequest) -> list[Message]:

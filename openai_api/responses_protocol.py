@@ -56,9 +56,22 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
-class FunctionChoice(msgspec.Struct, frozen=True, kw_only=True):
+class FunctionChoice(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    """This function must be called."""
+
+    name: str
+
+
+class AllowedFunction(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["function"]
     name: str
+
+
+class AllowedFunctions(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """All tools are shown to the model, these may be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +87,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None  # given back
     chat_template_kwargs: dict[str, Any] | None = None  # not in OpenAI's schema
@@ -137,7 +150,7 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float | None
     top_p: float | None
     tools: list[FunctionTool]
-    tool_choice: str | FunctionChoice
+    tool_choice: str | FunctionChoice | AllowedFunctions
     parallel_tool_calls: bool
     reasoning: ReasoningConfig
     text: TextConfig

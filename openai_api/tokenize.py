@@ -21,7 +21,7 @@ _FIELDS = frozenset(field.name for field in msgspec.structs.fields(TokenizeReque
 _CHAT_FIELDS = _FIELDS - {"add_special_tokens"}  # for chats in the table of what is refused
 _DETOKENIZE_FIELDS = frozenset(field.name for field in msgspec.structs.fields(DetokenizeRequest))
 # what changes the prompt of a chat; the other fields of a chat may be sent along
-_REFUSED = {
+REFUSED_BY_TOKENIZE = {
     name: rule
     for name, rule in REFUSED_BY_CHAT.items()
     if name
@@ -44,7 +44,8 @@ class Tokens:
         generator = self._api.ready_generator()
         raw = await read_object(http)
         is_chat = raw.get("messages") is not None
-        ignored = ignored_fields(raw, _CHAT_FIELDS if is_chat else _FIELDS, _REFUSED if is_chat else {})
+        done, refused = (_CHAT_FIELDS, REFUSED_BY_TOKENIZE) if is_chat else (_FIELDS, {})
+        ignored = ignored_fields(raw, done, refused)
         body = to_struct(raw, TokenizeRequest)
         self._api.served_name(body.model)
         ids = await _encode(generator, body)

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from openai_api.grammar import check_ends, grammar_of
-from openai_api.protocol import ChatRequest, Tool, ToolChoice
+from openai_api.protocol import AllowedToolsChoice, AnyToolChoice, ChatRequest, Tool, ToolChoice
 from service.errors import RequestError, UnsupportedFieldError
 from service.text.chat_format import ChatFormat, ToolFormat
 from service.text.grammar import GrammarSpec
@@ -54,19 +54,24 @@ def _check_names(tools: list[Tool]) -> None:
         seen.add(tool.function.name)
 
 
-def _callable(tools: list[Tool], choice: str | ToolChoice | None) -> list[tuple[int, Tool]]:
+def _callable(tools: list[Tool], choice: AnyToolChoice | None) -> list[tuple[int, Tool]]:
     """The tools that may be called, with their places in the request."""
     if not tools and choice not in (None, "none", "auto"):
         raise RequestError("tool_choice asks for a call, but there are no tools.", field="tool_choice")
     placed = list(enumerate(tools))
-    if not isinstance(choice, ToolChoice):
+    if isinstance(choice, ToolChoice):
+        wanted = {choice.function.name: "tool_choice.function.name"}
+    elif isinstance(choice, AllowedToolsChoice):
+        field = "tool_choice.allowed_tools.tools[{}].function.name"
+        listed = choice.allowed_tools.tools
+        wanted = {each.function.name: field.format(i) for i, each in enumerate(listed)}
+    else:
         return placed
-    name = choice.function.name
-    named = [(i, tool) for i, tool in placed if tool.function.name == name]
-    if not named:
-        message = f"tool_choice.function.name: {name!r} is none of the tools."
-        raise RequestError(message, field="tool_choice.function.name")
-    return named
+    known = {tool.function.name for tool in tools}
+    for name, field in wanted.items():
+        if name not in known:
+            raise RequestError(f"{field}: {name!r} is none of the tools.", field=field)
+    return [(i, tool) for i, tool in placed if tool.function.name in wanted]
 
 
 def _shown(tool: Tool) -> dict[str, Any]:
@@ -81,7 +86,7 @@ def _shown(tool: Tool) -> dict[str, Any]:
 def _grammar(body: ChatRequest, tools: list[tuple[int, Tool]], form: ToolFormat) -> GrammarSpec | None:
     """None where nothing binds the reply: calls that are free, and free text."""
     choice = body.tool_choice
-    must_call = choice == "required" or isinstance(choice, ToolChoice)
+    must_call = _must_call(choice)
     is_parallel = body.parallel_tool_calls is not False and not isinstance(choice, ToolChoice)
     answer = None if must_call else grammar_of(body)
     if answer is not None and (answer.kind != "json" or not form.opening):
@@ -90,8 +95,8 @@ def _grammar(body: ChatRequest, tools: list[tuple[int, Tool]], form: ToolFormat)
             'told. Send one of them, or tool_choice "none" or "required".',
             field=answer.field,
         )
-    is_strict = any(tool.function.strict for _, tool in tools)
-    if not (must_call or is_strict or answer is not None or not is_parallel):
+    is_bound = len(tools) < len(body.tools or ()) or any(tool.function.strict for _, tool in tools)
+    if not (must_call or is_bound or answer is not None or not is_parallel):
         return None
     field = "tool_choice" if must_call else "tools"
     check_ends(body, field)
@@ -99,6 +104,12 @@ def _grammar(body: ChatRequest, tools: list[tuple[int, Tool]], form: ToolFormat)
     return tools_grammar(
         specs, form, must_call=must_call, is_parallel=is_parallel, answer=answer, field=field
     )
+
+
+def _must_call(choice: AnyToolChoice | None) -> bool:
+    if isinstance(choice, AllowedToolsChoice):
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, ToolChoice)
 
 
 def _spec(index: int, tool: Tool, *, is_bound: bool) -> ToolSpec:

@@ -11,6 +11,7 @@ from service.settings import Settings
 from tests.programs import require
 
 FETCH_SECONDS = 180
+OPENAI_VERSION = "6.49.0"  # the newest for Node 20
 
 
 def npm_files(package: str, version: str, names: tuple[str, ...]) -> Path:

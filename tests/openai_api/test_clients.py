@@ -52,6 +52,7 @@ def sdk(port: int) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0)
 
 
+@pytest.mark.conformance("langchain-openai", "chat and responses: text, tools, streams, structured output")
 @pytest.mark.parametrize("is_responses", [False, True])
 async def test_langchain(is_responses: bool) -> None:
     langchain = pytest.importorskip("langchain_openai")
@@ -82,6 +83,9 @@ async def test_langchain(is_responses: bool) -> None:
     assert city == City(name="Paris", size="large")
 
 
+@pytest.mark.conformance(
+    "pydantic-ai-slim", "chat and responses: agents, tools, streams, structured output"
+)
 @pytest.mark.parametrize("kind", ["OpenAIChatModel", "OpenAIResponsesModel"])
 async def test_pydantic_ai(kind: str) -> None:
     ai = pytest.importorskip("pydantic_ai")
@@ -101,6 +105,7 @@ async def test_pydantic_ai(kind: str) -> None:
     assert city.output == native.output == City(name="Paris", size="large")
 
 
+@pytest.mark.conformance("openai-agents", "agents with tools, streams, structured output")
 async def test_openai_agents() -> None:
     agents = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)

@@ -9,7 +9,7 @@ import pytest
 
 from openai_api.api import Api
 from service.errors import OverloadedError
-from tests.npm import npm_module
+from tests.npm import OPENAI_VERSION, npm_module
 from tests.openai_api.scripted import ScriptedGenerator, make_api, served
 from tests.openai_api.test_auth import key
 from tests.openai_api.test_clients import CITY, MODEL, Scripted
@@ -17,13 +17,12 @@ from tests.programs import require
 
 pytestmark = pytest.mark.timeout(120)
 
-VERSION = "6.49.0"  # the newest for Node 20
 FOLDER = Path(__file__).parent
 
 
 async def told_by(script: str, api: Api) -> Any:
     """What a script prints of a server."""
-    node, modules = require("node", "nodejs"), npm_module("openai", VERSION)
+    node, modules = require("node", "nodejs"), npm_module("openai", OPENAI_VERSION)
     async with served(api) as port:
         process = await asyncio.create_subprocess_exec(
             node,
@@ -39,6 +38,7 @@ async def told_by(script: str, api: Api) -> Any:
     return json.loads(out)
 
 
+@pytest.mark.conformance("openai for Node", "chat, text, tools, parsing, responses, models, errors")
 async def test_whatever_it_offers() -> None:
     told = await told_by("node_client.mjs", make_api(Scripted()))
 
@@ -53,6 +53,7 @@ async def test_whatever_it_offers() -> None:
     assert told["unknown"] == [True, "model_not_found"]
 
 
+@pytest.mark.conformance("openai for Node", "a full or loading server is asked again")
 @pytest.mark.parametrize("is_full", [True, False])
 async def test_it_asks_again_where_that_may_help(is_full: bool) -> None:
     generator = ScriptedGenerator()
@@ -67,6 +68,7 @@ async def test_it_asks_again_where_that_may_help(is_full: bool) -> None:
     assert api.metrics.http == {("/v1/chat/completions", "POST", "503"): 2}
 
 
+@pytest.mark.conformance("openai for Node", "a wrong key is not tried again")
 async def test_a_wrong_key_is_not_tried_again() -> None:
     api = make_api()
     api.access = type(api.access)(keys=(key("good"),))

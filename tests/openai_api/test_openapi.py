@@ -66,7 +66,8 @@ def server() -> Iterator[tuple[Whole, str]]:
 def test_whatever_is_asked_is_answered_as_documented(case: Any, server: tuple[Whole, str]) -> None:
     response = case.call(base_url=server[1], timeout=SECONDS)
 
-    check(case, response, [negative_data_rejection])
+    is_judged = response.status_code != 413  # which the check does not know as a refusal
+    check(case, response, [negative_data_rejection] if is_judged else [])
 
 
 @pytest.mark.parametrize(("path", "body"), sorted(BODIES.items()))

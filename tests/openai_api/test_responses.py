@@ -161,6 +161,17 @@ async def test_fields_reach_the_generation() -> None:
             "tools[0].parameters.type",
         ),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": "g"}],
+                },
+            },
+            "tool_choice.tools[0].name",
+        ),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -333,6 +344,7 @@ class City(pydantic.BaseModel):
     size: Literal["small", "large"]
 
 
+@pytest.mark.conformance("openai", "responses, plain, streamed and parsed")
 async def test_the_sdk_reads_responses_plain_streamed_and_parsed() -> None:
     generator = ScriptedGenerator(
         lambda ids, params: deltas_of("<think>r</think>", '{"name":"Paris",', '"size":"large"}'),
@@ -355,6 +367,7 @@ async def test_the_sdk_reads_responses_plain_streamed_and_parsed() -> None:
     assert parsed.output_parsed == City(name="Paris", size="large")
 
 
+@pytest.mark.conformance("openai", "responses with tools")
 async def test_the_sdk_sends_calls_and_their_outputs_back() -> None:
     generator = ScriptedGenerator(
         lambda ids, params: deltas_of(*CALL) if len(generator.generations) < 1 else deltas_of("Sunny."),

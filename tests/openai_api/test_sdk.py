@@ -30,6 +30,7 @@ def sdk(port: int, path: str = "/v1", max_retries: int = 0) -> openai.AsyncOpenA
     )
 
 
+@pytest.mark.conformance("openai", "chat and text, plain and streamed; models")
 @pytest.mark.parametrize("base", ["/v1", "/v1/"])
 async def test_plain_streamed_and_listed(base: str) -> None:
     async with served(make_api()) as port, sdk(port, base) as client:
@@ -56,6 +57,7 @@ async def test_plain_streamed_and_listed(base: str) -> None:
     assert one.id == MODEL
 
 
+@pytest.mark.conformance("openai", "chat.completions.stream, with logprobs")
 async def test_the_streaming_helper_rebuilds_the_whole_reply() -> None:
     entries = [logprobs_of(ord(c), -0.5, (ord(c), -0.5)) for c in "ok"]
     script = [Delta(text="ok", token_ids=[111, 107], logprobs=entries), *deltas_of()]
@@ -72,6 +74,7 @@ async def test_the_streaming_helper_rebuilds_the_whole_reply() -> None:
     assert [entry.token for entry in logprobs.content or []] == ["o", "k"]
 
 
+@pytest.mark.conformance("openai", "errors become its exceptions, and are not tried again in vain")
 async def test_errors_become_the_sdks_exceptions_and_are_not_retried() -> None:
     api = make_api()
     async with served(api) as port, sdk(port, max_retries=2) as client:
@@ -89,6 +92,7 @@ async def test_errors_become_the_sdks_exceptions_and_are_not_retried() -> None:
     }
 
 
+@pytest.mark.conformance("openai", "a full server is asked again, after Retry-After")
 async def test_a_full_server_is_asked_again_after_the_time_it_names() -> None:
     generator = ScriptedGenerator()
     generator.refusal = OverloadedError("The queue is full.", retry_after_seconds=0.1)
@@ -101,6 +105,7 @@ async def test_a_full_server_is_asked_again_after_the_time_it_names() -> None:
     assert api.metrics.http == {("/v1/chat/completions", "POST", "503"): 2}
 
 
+@pytest.mark.conformance("openai", "a failure within a stream is an exception")
 async def test_a_failure_within_a_stream_is_an_exception_not_an_end() -> None:
     script: Steps = [*deltas_of("Hel")[:1], GenerationError("The logits hold a NaN.")]
     generator = ScriptedGenerator(lambda ids, params: script)
@@ -118,6 +123,7 @@ async def test_a_failure_within_a_stream_is_an_exception_not_an_end() -> None:
     assert seen == ["", "Hel"]
 
 
+@pytest.mark.conformance("openai", "comments in a stream that waits")
 async def test_pings_do_not_disturb_the_sdk() -> None:
     gate = asyncio.Event()
     generator = ScriptedGenerator(lambda ids, params: [*deltas_of("a")[:1], gate, *deltas_of("b")])

@@ -245,6 +245,7 @@ class Person(pydantic.BaseModel):
     age: int | None = None
 
 
+@pytest.mark.conformance("openai", "chat.completions.parse")
 async def test_the_parse_helper_of_the_sdk_gives_the_object() -> None:
     generator = ScriptedGenerator(
         lambda ids, params: deltas_of('{"name":"Ada",', '"mood":"good","age":36}')

@@ -48,6 +48,11 @@ ASKED = {**CHAT, "tools": [tool(), tool("f")]}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
+def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def saying(*texts: str, finish_reason: str = "stop", form: ChatFormat = QWEN3) -> ScriptedGenerator:
     return ScriptedGenerator(
         lambda ids, params: deltas_of(*texts, finish_reason=finish_reason), chat_format=form
@@ -237,6 +242,9 @@ async def test_with_choice_none_tools_are_not_shown_and_not_looked_for(form: Cha
         ({"parallel_tool_calls": False}, True, ["get_weather", "f"]),
         ({"tool_choice": "required"}, True, ["get_weather", "f"]),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, True, ["f"]),
+        ({"tool_choice": allowed("f")}, True, ["f"]),
+        ({"tool_choice": allowed("f", mode="required")}, True, ["f"]),
+        ({"tool_choice": allowed("f", "get_weather")}, False, []),
         ({"tools": [tool(strict=True)]}, True, ["get_weather"]),
         ({"response_format": {"type": "json_object"}}, True, ["get_weather", "f"]),
     ],
@@ -271,6 +279,9 @@ async def test_what_binds_the_reply_to_a_grammar(
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name"),
         ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function"),
+        ({"tool_choice": {"type": "custom"}}, "tool_choice.type"),
+        ({"tool_choice": allowed("f", "g")}, "tool_choice.allowed_tools.tools[1].function.name"),
+        ({"tool_choice": allowed()}, "tool_choice.allowed_tools.tools"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         ({"guided_regex": "a"}, "guided_regex"),
@@ -366,6 +377,7 @@ async def test_calls_of_the_history_must_fit_together(messages: list[Any], param
 # the SDK
 
 
+@pytest.mark.conformance("openai", "chat with tools, plain and streamed")
 async def test_the_sdk_reads_calls_plain_and_streamed_and_sends_them_back() -> None:
     tools: Any = ASKED["tools"]
     messages: Any = list(CHAT["messages"])
@@ -407,7 +419,11 @@ def letters_tool(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("choice", "names"),
-    [("required", {"alpha", "beta"}), ({"type": "function", "function": {"name": "beta"}}, {"beta"})],
+    [
+        ("required", {"alpha", "beta"}),
+        ({"type": "function", "function": {"name": "beta"}}, {"beta"}),
+        (allowed("beta", mode="required"), {"beta"}),
+    ],
 )
 async def test_calls_that_must_come_do_and_keep_to_the_schema(choice: Any, names: set[str]) -> None:
     seen = []

@@ -1,10 +1,12 @@
 """Bodies that can't be served end in a 4xx of OpenAI's shape, and nothing else happens."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from openai_api.field_table import field_table
 from openai_api.fields import HARMLESS, MAX_NAMES, REFUSED_BY_CHAT, REFUSED_BY_COMPLETIONS
 from service.text.generation import GenerationParams
 from tests.openai_api.scripted import (
@@ -357,3 +359,9 @@ async def test_refusals_of_bad_bodies_leave_no_metric_labels_behind() -> None:
     await post(api, CHAT_URL, {**CHAT, "model": "no-such-model-anywhere"})
 
     assert b"no-such-model" not in api.metrics.exposition()
+
+
+def test_the_table_of_fields_is_that_of_the_code() -> None:
+    written = (Path(__file__).parents[2] / "docs" / "fields.md").read_text()
+
+    assert written == field_table(), "remake it: python -m openai_api.field_table > docs/fields.md"

@@ -119,6 +119,7 @@ def test_refusals_come_as_the_sdk_errors_they_mean(client: openai.OpenAI) -> Non
     assert refused.value.code == "context_length_exceeded"
 
 
+@pytest.mark.conformance("curl", "curl -N shows whole events as they come")
 def test_curl_gets_whole_events_and_the_end_mark(server: ServerProcess) -> None:
     body = json.dumps({"messages": CAPITAL, "temperature": 0, "stream": True})
     command = [require_program("curl"), "-sSN", "--max-time", "60", f"{server.base}/chat/completions"]

@@ -29,7 +29,7 @@ TOOL: dict[str, Any] = {
     },
 }
 CALL = '{"name": "get_weather", "parameters": {"city": "Par\u00eds \U0001fae0"}}'
-HISTORY = [
+HISTORY: list[dict[str, Any]] = [
     {
         "role": "assistant",
         "content": "",
