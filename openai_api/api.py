@@ -46,10 +46,11 @@ class Api:
             raise ModelNotFoundError(f"The model `{shown}` does not exist. See GET /v1/models.")
         return asked
 
-    def check_choices(self, num_choices: int, field: str) -> None:
-        """Raises: RequestError when a request asks for more replies than one request may."""
-        if num_choices > self.limits.max_choices:
-            text = f"{num_choices} replies asked for; at most {self.limits.max_choices} in one request."
+    def check_choices(self, generator: TextGenerator, num_choices: int, field: str) -> None:
+        """Raises: RequestError for more replies than one request may ask for, or can ever get."""
+        most = min(self.limits.max_choices, generator.max_choices)
+        if num_choices > most:
+            text = f"{num_choices} replies asked for; at most {most} in one request."
             raise RequestError(text, field=field)
 
     def timeout_of(self, asked: float | None) -> float | None:

@@ -93,7 +93,7 @@ class Chat:
         params = generation_params(
             body, max_tokens=max_tokens, logprobs=num_chat_logprobs(body), grammar=tools.grammar
         )
-        self._api.check_choices(params.n, "n")
+        self._api.check_choices(generator, params.n, "n")
         prompt = await make_prompt(generator, body, tools.shown)
         return msgspec.structs.replace(params, thinking=prompt.thinking), prompt, tools
 

@@ -36,7 +36,7 @@ class Completions:
         params = _params(body)
         asked = prompts_of(body)
         of_many = "prompt" if len(asked) > 1 else "n" if body.best_of is None else "best_of"
-        self._api.check_choices(len(asked) * params.n, of_many)
+        self._api.check_choices(generator, len(asked) * params.n, of_many)
         prompts = await _encode(generator, asked, echo=bool(body.echo))
 
         ids = [prompt.ids for prompt in prompts]

@@ -44,7 +44,6 @@ _REFUSED_BY_BOTH: dict[str, Refused] = {
     "early_stopping": Refused((False,), "Beam search is not offered."),
     "spaces_between_special_tokens": Refused((True,)),
     "detokenize": Refused((True,)),
-    "cache_salt": Refused(remedy="The prefix cache has no salt yet; leave it out to share it."),
     "kv_transfer_params": Refused(),
     "vllm_xargs": Refused(({},)),
     "repeat_penalty": Refused((1.0, 1), "Use repetition_penalty."),

@@ -27,6 +27,7 @@ def generation_params(
         "include_stop_str_in_output": body.include_stop_str_in_output,
         "n": body.n,
         "priority": body.priority,
+        "cache_salt": body.cache_salt,
     }
     return GenerationParams(
         max_tokens=max_tokens,

@@ -112,6 +112,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     guided_grammar: GrammarText | None = None  # Lark or GBNF
     prompt_logprobs: TopLogprobs | None = None  # k: of every prompt token but the first, with k top ones
     return_token_ids: bool | None = None
+    # of the prefix cache: only requests with the same one share blocks
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     # ours: seconds in queue and generation
     timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT_SECONDS)] | None = None
 

@@ -67,7 +67,7 @@ class Engine:
         self.runner = runner
         self._observer = observer or NoObserver()
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._streams: dict[int, Stream] = {}  # by Request.arrival
         self._num_submitted = 0
         self._drain_rate = DrainRate()
@@ -152,11 +152,11 @@ class Engine:
         if self._is_draining:
             self._observer.refused("draining")
             raise OverloadedError("The server is shutting down.", retry_after_seconds=1.0)
-        if len(self.scheduler.waiting) >= self._max_waiting:
+        if len(self.scheduler.waiting) >= self.max_waiting:
             self._observer.refused("queue_full")
             seconds = self._drain_rate.seconds_for(len(self.scheduler.waiting) / 2, monotonic())
             raise OverloadedError(
-                f"The queue is full: {self._max_waiting} requests are waiting.", retry_after_seconds=seconds
+                f"The queue is full: {self.max_waiting} requests are waiting.", retry_after_seconds=seconds
             )
 
     def _check_request(self, prompt_ids: list[int], params: SamplingParams) -> None:

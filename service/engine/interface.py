@@ -26,6 +26,7 @@ class EngineClient(Protocol):
     """Submit ids, get ids. Implemented by service/engine/engine.py, and by a script in tests."""
 
     max_model_len: int  # tokens of prompt and output together that one request can have
+    max_waiting: int  # requests that can be submitted before one of them is planned
     vocab_size: int  # ids below this may be in a prompt; the model's rows above the tokenizer are not
 
     async def submit(

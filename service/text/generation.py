@@ -47,6 +47,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None  # the same of the prompt
     n: int = 1
     priority: int = 0
+    cache_salt: str = ""  # prefixes are shared among requests with the same one alone
     grammar: GrammarSpec | None = None  # what the reply must match, behind its thinking
     thinking: Thinking = Thinking.OFF  # how the reply begins
 
@@ -96,6 +97,11 @@ class TextGenerator:
     @property
     def max_model_len(self) -> int:
         return self._engine.max_model_len
+
+    @property
+    def max_choices(self) -> int:
+        """Choices that can be started at once, where nothing else waits."""
+        return self._engine.max_waiting
 
     @property
     def chat_format(self) -> ChatFormat:
@@ -173,7 +179,11 @@ class TextGenerator:
                 name = request_id if params.n == 1 else f"{request_id}-{choice}"
                 streams.append(
                     await self._engine.submit(
-                        prompt_ids, sampling, request_id=name, priority=params.priority
+                        prompt_ids,
+                        sampling,
+                        request_id=name,
+                        priority=params.priority,
+                        salt=params.cache_salt.encode(),
                     )
                 )
         except BaseException:

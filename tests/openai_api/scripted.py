@@ -91,6 +91,7 @@ class ScriptedGenerator:
     ) -> None:
         """`prompt_end`: what the chat template puts behind the messages."""
         self.max_model_len = max_model_len
+        self.max_choices = 1000
         self.chat_format, self.prompt_end = chat_format, prompt_end
         self.script = script or (lambda ids, params: deltas_of("Hel", "lo"))
         self.prompts: list[list[int]] = []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from service.engine.batch import Batch
 from tests.engine.fake_runner import VOCAB
 from tests.openai_api.scripted import events_of, make_app, post, served
-from tests.openai_api.whole_server import LETTERS, chat, whole_server
+from tests.openai_api.whole_server import LETTERS, Whole, chat, whole_server
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -196,3 +196,39 @@ async def test_beyond_the_queue_clients_are_told_to_come_back_and_the_others_are
     assert sum(reply.status_code == 200 for reply in replies) == len(replies) - len(refused)
     assert server.api.metrics.refused_by_cause["queue_full"] == len(refused)
     assert server.num_used_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "param"),
+    [
+        ("/v1/chat/completions", chat("a", n=5), "n"),
+        ("/v1/completions", {"prompt": "a", "n": 5}, "n"),
+        ("/v1/completions", {"prompt": ["a"] * 5}, "prompt"),
+    ],
+)
+async def test_more_choices_than_the_queue_ever_holds_are_no_overload(
+    path: str, asked: dict[str, Any], param: str
+) -> None:
+    async with whole_server(max_waiting=4) as server:
+        refused = await post(server.api, path, asked)
+        fits = await post(server.api, path, {**chat("a", n=4), "prompt": "a"})
+
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == param
+    assert fits.status_code == 200
+
+
+async def test_requests_with_another_salt_share_no_prefix() -> None:
+    async def cached_tokens(server: Whole, **fields: Any) -> int:
+        reply = await post(server.api, "/v1/chat/completions", chat("a b c d", **fields))
+        cached: int = reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return cached
+
+    async with whole_server() as server:
+        first = await cached_tokens(server, cache_salt="alice")
+        other = await cached_tokens(server, cache_salt="bob")
+        none = await cached_tokens(server)
+        again = await cached_tokens(server, cache_salt="alice")
+
+    assert first == other == none == 0
+    assert again > 0

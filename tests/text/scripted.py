@@ -118,6 +118,7 @@ class ScriptedEngine:
         script_of: Callable[[Submission], Script] | None = None,
     ) -> None:
         self.max_model_len = max_model_len
+        self.max_waiting = 1000
         self.vocab_size = vocab_size
         self.submissions: list[Submission] = []
         self._scripts = scripts or ((),)
