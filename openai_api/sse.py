@@ -1,8 +1,9 @@
 """Server-sent events: a response that streams `data:` events.
 
-Written here rather than taken from sse-starlette for three reasons: that one ends streams as soon as
-uvicorn is told to stop, so that a server could not drain; it polls twice a second for that; and its status
-goes out before the first event, so that a failure while waiting could not have a status of its own.
+Written here rather than taken from sse-starlette: there the status goes out before the first event, so that
+a failure while waiting could not have a status of its own; an event costs the loop that all streams share
+five times as much (`python -m benchmarks.sse`: 7.5 against 1.4 microseconds); and streams end as soon as
+uvicorn is told to stop, by a patch of uvicorn, where this server drains.
 Only `data:` fields and comments are sent: an `id:` or `retry:` field crashes the official Python SDK.
 """
 
