@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter, sleep
@@ -25,8 +26,9 @@ from service import __version__
 from service.app import load
 from service.engine.engine import Engine
 from service.engine.request import SamplingParams
+from service.environment import environment_without_keys
 from service.errors import PhotonError
-from service.load_generator import run_load
+from service.load_generator import Target, first_model, run_load
 from service.progress import TerminalProgress
 from service.settings import Settings
 
@@ -37,8 +39,11 @@ _SETTLE_SECONDS, _IDLE_SECONDS = 2.0, 15.0  # BLAS threads spin for a moment aft
 _READY_SECONDS = 600.0
 
 
-def run_bench(settings: Settings, url: str | None) -> int:
-    """Run everything, print one JSON object. Raises: PhotonError."""
+def run_bench(settings: Settings, url: str | None, api_key: str | None) -> int:
+    """Run everything, print one JSON object. Raises: PhotonError.
+
+    url: of a running server to measure, instead of this machine. api_key: what that server asks for.
+    """
     report: dict[str, Any] = {
         "photoninfer": __version__,
         "machine": describe_machine(),
@@ -46,11 +51,12 @@ def run_bench(settings: Settings, url: str | None) -> int:
     }
     if url is None:
         report["offline"] = asyncio.run(_offline(settings))
-        with _server(settings) as (process, base, ready_seconds):
-            report["process"] = _measure_process(process, base, ready_seconds)
-            report["http"] = _over_http(base, [int(batch) for batch in report["offline"]["decode"]])
+        with _server(settings) as (process, target, ready_seconds):
+            report["process"] = _measure_process(process, target, ready_seconds)
+            report["http"] = _over_http(target, [int(batch) for batch in report["offline"]["decode"]])
     else:
-        report["http"] = _over_http(url, _BATCHES)
+        target = Target(url.rstrip("/").removesuffix("/v1"), api_key)
+        report["http"] = _over_http(replace(target, model=first_model(target)), _BATCHES)
     print(json.dumps(report, indent=2))
     return 0
 
@@ -163,7 +169,7 @@ def _gemm_ceiling(engine: Engine, rows: int) -> float:
 
 
 @contextmanager
-def _server(settings: Settings) -> Iterator[tuple[subprocess.Popen[str], str, float]]:
+def _server(settings: Settings) -> Iterator[tuple[subprocess.Popen[str], Target, float]]:
     """A server in a process of its own, its address, and the seconds from process start to ready."""
     command = [sys.executable, "-m", "service", "serve", "--port", "0", "--no-access-log"]
     for name in (
@@ -180,16 +186,15 @@ def _server(settings: Settings) -> Iterator[tuple[subprocess.Popen[str], str, fl
         if value is not None:
             command += ["--" + name.replace("_", "-"), str(value)]
     started_at = perf_counter()
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: S603  # our own command
+    process = subprocess.Popen(  # noqa: S603  # our own command
+        command, stderr=subprocess.PIPE, text=True, env=environment_without_keys()
+    )
     try:
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith("Ready: "):
-                yield (
-                    process,
-                    line.split(" at ")[1].strip().removesuffix("/v1"),
-                    perf_counter() - started_at,
-                )
+                target = Target(line.split(" at ")[1].strip().removesuffix("/v1"))
+                yield process, target, perf_counter() - started_at
                 return
             if perf_counter() - started_at > _READY_SECONDS:
                 break
@@ -199,8 +204,10 @@ def _server(settings: Settings) -> Iterator[tuple[subprocess.Popen[str], str, fl
         process.wait()
 
 
-def _measure_process(process: "subprocess.Popen[str]", base: str, ready_seconds: float) -> dict[str, float]:
-    first = asyncio.run(run_load(base, [_body(1, 4)]))
+def _measure_process(
+    process: "subprocess.Popen[str]", target: Target, ready_seconds: float
+) -> dict[str, float]:
+    first = asyncio.run(run_load(target, [_body(1, 4)]))
     ticks = os.sysconf("SC_CLK_TCK")
     sleep(_SETTLE_SECONDS)
     before = _cpu_ticks(process.pid)
@@ -220,10 +227,10 @@ def _batches(numerics: str) -> tuple[int, ...]:
     return _BATCHES if numerics.startswith("cpu") else (*_BATCHES, _WIDE_BATCH)
 
 
-def _over_http(base: str, batches: Iterable[int]) -> dict[str, Any]:
-    asyncio.run(run_load(base, [_body(2, 4)]))
+def _over_http(target: Target, batches: Iterable[int]) -> dict[str, Any]:
+    asyncio.run(run_load(target, [_body(2, 4)]))
     return {
-        str(batch): asyncio.run(run_load(base, [_body(100 * batch + i, _OUTPUT) for i in range(batch)]))
+        str(batch): asyncio.run(run_load(target, [_body(100 * batch + i, _OUTPUT) for i in range(batch)]))
         for batch in batches
     }
 

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from service import __version__
 from service.environment import load_settings, set_thread_count
@@ -118,10 +118,10 @@ def _perplexity(settings: Settings, given: dict[str, object]) -> int:
     return run_perplexity(settings, Path(str(given["text"])), window, stride)
 
 
-def _bench(settings: Settings, given: dict[str, object]) -> int:
+def _bench(settings: Settings, given: dict[str, Any]) -> int:
     from service.bench import run_bench
 
-    return run_bench(settings, str(given["url"]) if given["url"] else None)
+    return run_bench(settings, given["url"], given["api_key"])
 
 
 _RUN = {
@@ -172,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
             )
         if name == "bench":
             command.add_argument("--url", help="measure a running server instead, such as http://host:5728")
+            command.add_argument("--api-key", metavar="KEY", help="what the server of --url asks for")
     return parser
 
 

@@ -68,6 +68,11 @@ def read_api_keys_variable(environ: Mapping[str, str] | None = None) -> str | No
     return (os.environ if environ is None else environ).get(API_KEYS_VARIABLE) or None
 
 
+def environment_without_keys() -> dict[str, str]:
+    """For a server that only we ask."""
+    return {name: value for name, value in os.environ.items() if name != API_KEYS_VARIABLE}
+
+
 def set_thread_count(settings: Settings) -> None:
     """Tell BLAS libraries how many threads to use. They read it as NumPy is imported: call this before.
 

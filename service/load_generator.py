@@ -2,12 +2,57 @@
 
 import asyncio
 import json
+import re
+from contextlib import closing
 from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
 from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
 from service.errors import PhotonError
+
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
+_TIMEOUT_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server. Its address is without `/v1`."""
+
+    url: str
+    api_key: str | None = None
+    model: str | None = None  # None: requests name none, as ours allows
+
+    @property
+    def address(self) -> tuple[str, int]:
+        parts = urlsplit(self.url)
+        return parts.hostname or "127.0.0.1", parts.port or 80
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+
+    def path(self, name: str) -> str:
+        return f"{urlsplit(self.url).path.rstrip('/')}/v1/{name}"
+
+
+def first_model(target: Target) -> str:
+    """The first name that GET /v1/models lists. Raises: PhotonError."""
+    with closing(HTTPConnection(*target.address, timeout=_TIMEOUT_SECONDS)) as connection:
+        try:
+            connection.request("GET", target.path("models"), headers=target.headers)
+            answer = connection.getresponse()
+            body = answer.read()
+        except (OSError, HTTPException) as error:
+            raise PhotonError(f"{target.url} can't be reached: {error}.") from None
+    if answer.status != 200:
+        raise PhotonError(f"{target.url} answered {answer.status}: {body[:2000].decode(errors='replace')}")
+    try:
+        name: str = json.loads(body)["data"][0]["id"]
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise PhotonError(f"{target.url} lists no model at {target.path('models')}.") from None
+    return name
 
 
 @dataclass(slots=True)
@@ -23,23 +68,25 @@ class StreamTimes:
         return self.arrivals[0] - self.sent_at
 
 
-async def stream_completion(url: str, body: dict[str, Any]) -> StreamTimes:
+async def stream_completion(target: Target, body: dict[str, Any]) -> StreamTimes:
     """POST one streaming completion and read it to the end.
 
-    Raises: PhotonError when the server can't be reached or does not answer 200.
+    Raises: PhotonError when the server can't be reached, does not answer 200, or sends no text.
     """
-    address = urlsplit(url)
-    host, port = address.hostname or "127.0.0.1", address.port or 80
-    payload = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    host, port = target.address
+    model = {} if target.model is None else {"model": target.model}
+    asked = {**model, **body, "stream": True, "stream_options": {"include_usage": True}}
+    payload = json.dumps(asked).encode()
+    more = "".join(f"{name}: {value}\r\n" for name, value in target.headers.items())
     head = (
-        f"POST {address.path.rstrip('/')}/v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
-        "Connection: close\r\n"
+        f"POST {target.path('completions')} HTTP/1.1\r\nHost: {host}:{port}\r\n"
+        f"Connection: close\r\n{more}"
         f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
     )
     try:
         reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
     except OSError as error:
-        raise PhotonError(f"{url} can't be reached: {error}.") from None
+        raise PhotonError(f"{target.url} can't be reached: {error}.") from None
     try:
         times = StreamTimes(perf_counter())
         writer.write(head.encode() + payload)
@@ -47,14 +94,16 @@ async def stream_completion(url: str, body: dict[str, Any]) -> StreamTimes:
         if b" 200 " not in answer.split(b"\r\n", 1)[0]:
             rest = await reader.read(2000)
             raise PhotonError(
-                f"{url} answered {answer.splitlines()[0].decode()}: {rest.decode(errors='replace')}"
+                f"{target.url} answered {answer.splitlines()[0].decode()}: {rest.decode(errors='replace')}"
             )
         tail = b""
         while piece := await reader.read(1 << 16):
-            if b'"text":"' in piece:
+            if b'"text"' in piece:
                 times.arrivals.append(perf_counter())
             tail = (tail + piece)[-4000:]
         times.num_tokens = _completion_tokens(tail)
+        if not times.arrivals:
+            raise PhotonError(f"{target.url} sent no text.")
         return times
     finally:
         writer.close()
@@ -62,17 +111,16 @@ async def stream_completion(url: str, body: dict[str, Any]) -> StreamTimes:
 
 def _completion_tokens(tail: bytes) -> int:
     """From the usage event, the last before [DONE]."""
-    found = tail.rpartition(b'"completion_tokens":')[2]
-    digits = found[: len(found) - len(found.lstrip(b"0123456789"))]
-    if not digits:
+    found = _COMPLETION_TOKENS.findall(tail)
+    if not found:
         raise PhotonError(f"The stream ended without usage: {tail[-200:].decode(errors='replace')}")
-    return int(digits)
+    return int(found[-1])
 
 
-async def run_load(url: str, bodies: list[dict[str, Any]]) -> dict[str, float]:
+async def run_load(target: Target, bodies: list[dict[str, Any]]) -> dict[str, float]:
     """All bodies at once. Units of the result: tokens a second, milliseconds."""
     started_at = perf_counter()
-    replies = await asyncio.gather(*(stream_completion(url, body) for body in bodies))
+    replies = await asyncio.gather(*(stream_completion(target, body) for body in bodies))
     seconds = perf_counter() - started_at
     first_all = max(reply.arrivals[0] for reply in replies)
     last = max(reply.arrivals[-1] for reply in replies)

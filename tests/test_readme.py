@@ -11,7 +11,7 @@ from service.settings import OPTIONS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-_COMMAND_FLAGS = {"--config", "--url", "--arch", "--version", "--help"}
+_COMMAND_FLAGS = {"--api-key", "--config", "--url", "--arch", "--version", "--help"}
 _OTHERS = {
     "--no-deps",
     "--port",
