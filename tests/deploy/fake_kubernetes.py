@@ -5,11 +5,9 @@ once.
 Source of the protocol: Kubernetes API conventions; client-go for the protobuf envelope and the watch list.
 """
 
-import base64
 import copy
 import json
 import threading
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,105 +15,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-import kubernetes_validate
 import yaml
 
-Object = dict[str, Any]
-Key = tuple[str, str, str, str]  # path of group and version, plural, namespace, name
-
-VERSION = "1.37"
-KINDS = {  # by path of group and version: plural -> kind
-    "api/v1": {
-        "namespaces": "Namespace",
-        "pods": "Pod",
-        "services": "Service",
-        "secrets": "Secret",
-        "configmaps": "ConfigMap",
-        "serviceaccounts": "ServiceAccount",
-    },
-    "apis/apps/v1": {"deployments": "Deployment", "replicasets": "ReplicaSet"},
-    "apis/autoscaling/v2": {"horizontalpodautoscalers": "HorizontalPodAutoscaler"},
-    "apis/policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
-    "apis/networking.k8s.io/v1": {"ingresses": "Ingress", "networkpolicies": "NetworkPolicy"},
-}
-
-
-class RefusalError(Exception):
-    """Becomes a Status object."""
-
-    def __init__(self, code: int, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.code, self.reason = code, reason
-
-
-class Cluster:
-    """The objects."""
-
-    def __init__(self) -> None:
-        self.objects: dict[Key, Object] = {}
-        self.changed = threading.Condition()
-        self.version = 1
-        for name in ("default", "kube-system"):
-            self.objects["api/v1", "namespaces", "", name] = {
-                "apiVersion": "v1",
-                "kind": "Namespace",
-                "metadata": {"name": name, "uid": name, "resourceVersion": "1"},
-                "status": {"phase": "Active"},
-            }
-
-    def of_kind(self, kind: str) -> list[Object]:
-        return [each for each in self.objects.values() if each["kind"] == kind]
-
-    def write(self, key: Key, new: Object, is_dry: bool) -> Object:
-        old = self.objects.get(key)
-        new = {**copy.deepcopy(new), "kind": KINDS[key[0]][key[1]]}
-        new.setdefault("apiVersion", key[0].removeprefix("apis/").removeprefix("api/"))
-        self._check(key, new, old)
-        if is_dry:
-            return new
-        self.version += 1
-        metadata = new["metadata"]
-        if key[2]:
-            metadata["namespace"] = key[2]
-        metadata["uid"] = old["metadata"]["uid"] if old else str(uuid.uuid4())
-        metadata["resourceVersion"] = str(self.version)
-        metadata["generation"] = (old["metadata"].get("generation", 0) if old else 0) + 1
-        new["status"] = status_of(new)
-        self.objects[key] = new
-        self.changed.notify_all()
-        return new
-
-    def _check(self, key: Key, new: Object, old: Object | None) -> None:
-        bare = {name: value for name, value in new.items() if name != "status"}
-        name = f"{new['kind']} {key[3]!r}"
-        try:
-            kubernetes_validate.validate(bare, VERSION, strict=True)
-        except kubernetes_validate.ValidationError as error:
-            where = ".".join(map(str, error.path))
-            raise RefusalError(422, "Invalid", f"{name} is invalid: {error.message} at {where}") from None
-        if key[2] and ("api/v1", "namespaces", "", key[2]) not in self.objects:
-            raise RefusalError(404, "NotFound", f'namespaces "{key[2]}" not found')
-        if new["kind"] == "Deployment":
-            selector = new["spec"]["selector"]["matchLabels"]
-            labels = new["spec"]["template"]["metadata"]["labels"]
-            if not selector.items() <= labels.items():
-                raise RefusalError(
-                    422, "Invalid", f"{name}: the selector does not match the template's labels"
-                )
-            if old and old["spec"]["selector"] != new["spec"]["selector"]:
-                raise RefusalError(422, "Invalid", f"{name}: spec.selector is immutable")
-
-
-def status_of(new: Object) -> Object:
-    """As if controllers had done their work."""
-    if new["kind"] == "Deployment":
-        count = new["spec"].get("replicas", 1)
-        counts = dict.fromkeys(("replicas", "updatedReplicas", "readyReplicas", "availableReplicas"), count)
-        done = [{"type": "Available", "status": "True"}]
-        return {"observedGeneration": new["metadata"]["generation"], "conditions": done, **counts}
-    if new["kind"] == "Pod":
-        return {"phase": "Succeeded", "conditions": [{"type": "Ready", "status": "True"}]}
-    return {"phase": "Active"} if new["kind"] == "Namespace" else {}
+from tests.deploy.cluster import KINDS, VERSION, Cluster, Key, Object, RefusalError
+from tests.deploy.kubernetes_wire import parsed
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -185,8 +88,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(200, old or {})
         if self.command == "DELETE":
             if not is_dry:
-                del objects[key]
-                self.cluster.changed.notify_all()
+                self.cluster.remove(key)
             return self.answer(200, old or {})
         new = parsed(content)
         if self.command == "PATCH" and old is not None:
@@ -210,7 +112,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def list(self, key: Key, query: dict[str, str]) -> None:
         kind, version = KINDS[key[0]][key[1]], str(self.cluster.version)
-        body = {"kind": f"{kind}List", "apiVersion": "v1", "metadata": {"resourceVersion": version}}
+        group = key[0].removeprefix("apis/").removeprefix("api/")
+        body = {"kind": f"{kind}List", "apiVersion": group, "metadata": {"resourceVersion": version}}
         self.answer(200, {**body, "items": self.matching(key, query)})
 
     def watch(self, key: Key, query: dict[str, str]) -> None:
@@ -310,59 +213,6 @@ def merged(old: Object, new: Object) -> Object:
         else:
             old[name] = value
     return old
-
-
-def parsed(content: bytes) -> Object:
-    """JSON, YAML or, for the Secrets in which Helm keeps releases, protobuf."""
-    if content[:4] != b"k8s\x00":
-        loaded: Object = yaml.safe_load(content)
-        return loaded
-    envelope = fields(content[4:])
-    kind = fields(envelope[1][0])[2][0].decode()
-    body = fields(envelope[2][0])
-    raw = fields(body[1][0])
-    metadata: Object = {"name": raw[1][0].decode()}
-    for number, name in ((11, "labels"), (12, "annotations")):
-        if number in raw:
-            metadata[name] = {key: value.decode() for key, value in map(entry, raw[number])}
-    new: Object = {"apiVersion": "v1", "kind": kind, "metadata": metadata}
-    if kind == "Secret":
-        new["data"] = {key: base64.b64encode(value).decode() for key, value in map(entry, body.get(2, []))}
-        new["type"] = body[3][0].decode() if 3 in body else "Opaque"
-    return new
-
-
-def entry(content: bytes) -> tuple[str, bytes]:
-    """Of a map."""
-    found = fields(content)
-    return found[1][0].decode(), found.get(2, [b""])[0]
-
-
-def fields(content: bytes) -> dict[int, list[bytes]]:
-    """A protobuf message's fields of bytes by number; integers are left out."""
-    found: dict[int, list[bytes]] = {}
-    place = 0
-
-    def integer() -> int:
-        nonlocal place
-        value = shift = 0
-        while True:
-            byte = content[place]
-            place += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    while place < len(content):
-        tag = integer()
-        if tag & 7 == 2:
-            length = integer()
-            found.setdefault(tag >> 3, []).append(content[place : place + length])
-            place += length
-        else:
-            integer()
-    return found
 
 
 @contextmanager

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.fake_kubernetes import Cluster, running_cluster
+from tests.deploy.cluster import Cluster
+from tests.deploy.fake_kubernetes import running_cluster
 from tests.deploy.test_chart import CHART
 from tests.programs import helm
 
@@ -21,7 +22,16 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 def run(major: int, place: Place, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [helm(major), *arguments, "--namespace", "llm", "--kubeconfig", str(place[1])]
+    command = [
+        helm(major),
+        *arguments,
+        "--namespace",
+        "llm",
+        "--timeout",
+        "60s",
+        "--kubeconfig",
+        str(place[1]),
+    ]
     environment = {"HOME": str(place[1].parent), "PATH": os.defpath}
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
@@ -41,13 +51,12 @@ def replicas(cluster: Cluster) -> int:
 @pytest.mark.parametrize("major", [3, 4])
 def test_install_upgrade_rollback_test_and_uninstall(place: Place, major: int) -> None:
     cluster, _ = place
-    wait = ["--wait"] if major == 4 else []  # Helm 3 waits for ReplicaSets, which no controller makes here
-    told = succeed(major, place, "install", "photon", str(CHART), "--create-namespace", *wait)
+    told = succeed(major, place, "install", "photon", str(CHART), "--create-namespace", "--wait")
     assert "curl -N" in told
     assert replicas(cluster) == 1
-    succeed(major, place, "upgrade", "photon", str(CHART), *wait, "--set", "replicaCount=3")
+    succeed(major, place, "upgrade", "photon", str(CHART), "--wait", "--set", "replicaCount=3")
     assert replicas(cluster) == 3
-    succeed(major, place, "rollback", "photon", "1", *wait)
+    succeed(major, place, "rollback", "photon", "1", "--wait")
     assert replicas(cluster) == 1
     assert "Succeeded" in succeed(major, place, "test", "photon")
     succeed(major, place, "uninstall", "photon", "--wait")
