@@ -1,7 +1,7 @@
 """The started generations of one HTTP request, as one stream of deltas with counts."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ from service.engine.observer import RequestRecord
 from service.errors import DeadlineError, GenerationError
 from service.text.choice import Delta
 from service.text.generation import Generation, GenerationParams, TextGenerator
+from service.text.merge import merged
 
 
 @dataclass(slots=True)
@@ -110,7 +111,7 @@ class Run:
         """
         cached: dict[int, int] = {}  # by prompt
         num_open = self.num_choices
-        source = self._one() if len(self.generations) == 1 else self._merged()
+        source = merged([self._placed(each, i * self.n) for i, each in enumerate(self.generations)])
         try:
             async with aclosing(source):
                 async for delta in source:
@@ -137,39 +138,12 @@ class Run:
             f"{self.num_generated_tokens} tokens. Set a longer timeout, or ask for fewer tokens."
         )
 
-    async def _one(self) -> AsyncGenerator[Delta, None]:
-        iterator = aiter(self.generations[0])
-        try:
-            async for delta in iterator:
+    def _placed(self, generation: Generation, first_index: int) -> AsyncIterable[Delta]:
+        """Its deltas, with the indices of the whole request."""
+
+        async def placed() -> AsyncGenerator[Delta, None]:
+            async for delta in generation:
+                delta.index += first_index
                 yield delta
-        finally:
-            if isinstance(iterator, AsyncGenerator):
-                await iterator.aclose()
 
-    async def _merged(self) -> AsyncGenerator[Delta, None]:
-        queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
-
-        async def pump(generation: Generation, first_index: int) -> None:
-            try:
-                async for delta in generation:
-                    delta.index += first_index
-                    queue.put_nowait(delta)
-                queue.put_nowait(None)
-            except Exception as error:  # raised again by whoever reads the queue
-                queue.put_nowait(error)
-
-        tasks = [asyncio.create_task(pump(each, i * self.n)) for i, each in enumerate(self.generations)]
-        num_open = len(tasks)
-        try:
-            while num_open:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    num_open -= 1
-                else:
-                    yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        return placed() if first_index else generation

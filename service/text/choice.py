@@ -1,6 +1,5 @@
 """The choices of a request: their ids -> `Delta`s of text with logprobs and a finish reason."""
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
@@ -12,6 +11,7 @@ from service.engine.observer import RequestRecord
 from service.engine.request import FinishReason, Output, TokenLogprobs
 from service.errors import GenerationError, PhotonError, RequestError
 from service.text.choice_text import ChoiceText
+from service.text.merge import merged
 from service.text.reasoning import ReasoningCounter
 
 StopReasons = dict[int, int | str]  # by stop token id: the id, or the stop string that it stands for
@@ -135,9 +135,7 @@ class TextGeneration:
             other choices are ended then.
         """
         try:
-            async with aclosing(
-                self._merged() if len(self._choices) > 1 else self._choices[0].deltas()
-            ) as deltas:
+            async with aclosing(merged([choice.deltas() for choice in self._choices])) as deltas:
                 async for delta in deltas:
                     yield delta
         except PhotonError:
@@ -153,29 +151,3 @@ class TextGeneration:
         """Cancel what is left; idempotent. Whoever still waits for deltas gets no more."""
         for choice in self._choices:
             await choice.stream.close(cause)
-
-    async def _merged(self) -> AsyncGenerator[Delta, None]:
-        queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
-
-        async def pump(choice: Choice) -> None:
-            try:
-                async for delta in choice.deltas():
-                    queue.put_nowait(delta)
-                queue.put_nowait(None)
-            except Exception as error:  # raised again by whoever reads the queue
-                queue.put_nowait(error)
-
-        pumps = [asyncio.create_task(pump(choice)) for choice in self._choices]
-        num_open = len(pumps)
-        try:
-            while num_open:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    num_open -= 1
-                else:
-                    yield item
-        finally:
-            for task in pumps:
-                task.cancel()
