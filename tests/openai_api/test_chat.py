@@ -188,6 +188,15 @@ async def test_logprobs_are_finite_and_in_the_layout_of_chat() -> None:
     }
 
 
+async def test_without_top_logprobs_the_list_of_them_is_empty() -> None:
+    script = [Delta(text="a", token_ids=[97], logprobs=[logprobs_of(97, -0.5)]), *deltas_of()]
+
+    reply = await post(ScriptedGenerator(lambda ids, params: script), URL, {**CHAT, "logprobs": True})
+
+    (entry,) = reply.json()["choices"][0]["logprobs"]["content"]
+    assert entry["top_logprobs"] == []
+
+
 async def test_logprobs_of_held_back_text_are_sent() -> None:
     script = [Delta(token_ids=[97], logprobs=[LOGPROB]), *deltas_of("a")]
     asked = {**STREAM, "logprobs": True}
@@ -204,6 +213,8 @@ async def test_logprobs_of_held_back_text_are_sent() -> None:
         ({}, None),
         ({"logprobs": False}, None),
         ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 0}, 0),
+        ({"top_logprobs": 0}, None),
         ({"logprobs": True, "top_logprobs": 5}, 5),
     ],
 )

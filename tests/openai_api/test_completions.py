@@ -59,13 +59,30 @@ async def test_a_plain_reply_has_openais_shape() -> None:
     }
 
 
-async def test_a_stream_is_text_then_one_finish_reason_then_done() -> None:
-    *chunks, done = events_of(await post(ScriptedGenerator(), URL, {**PROMPT, "stream": True}))
+@pytest.mark.parametrize(
+    ("script", "texts"),
+    [
+        (deltas_of("Hel", "lo"), ["Hel", "lo", ""]),
+        (deltas_of(), [""]),  # EOS first
+        ([Delta(token_ids=[1], text="all at once", finish_reason="length")], ["all at once", ""]),
+    ],
+    ids=["normal", "eos-first", "one-delta"],
+)
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": False}}], ids=str)
+async def test_a_stream_is_text_then_one_finish_reason_then_done(
+    script: list[Delta], texts: list[str], options: dict[str, Any]
+) -> None:
+    generator = ScriptedGenerator(lambda ids, params: script)
+
+    *chunks, done = events_of(await post(generator, URL, {**PROMPT, **options, "stream": True}))
 
     assert done == "[DONE]"
     choices = [chunk["choices"][0] for chunk in chunks]
-    assert [choice["text"] for choice in choices] == ["Hel", "lo", ""]
-    assert [choice["finish_reason"] for choice in choices] == [None, None, "stop"]
+    assert [choice["text"] for choice in choices] == texts
+    assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(texts) - 1)
+    assert choices[-1]["finish_reason"] == script[-1].finish_reason
+    assert all("role" not in choice and "delta" not in choice for choice in choices)
+    assert all("usage" not in chunk for chunk in chunks)
     assert len({(c["id"], c["created"], c["model"], c["object"]) for c in chunks}) == 1
 
 

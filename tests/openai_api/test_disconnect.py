@@ -13,6 +13,7 @@ from service.text.generation import GenerationParams
 from tests.openai_api.scripted import (
     CHAT,
     ENDPOINTS,
+    PROMPT,
     ScriptedGenerator,
     Steps,
     client_of,
@@ -90,6 +91,22 @@ async def test_a_waiting_stream_gets_comments_that_do_not_split_events() -> None
         {"content": "a"},
         {},
     ]
+
+
+async def test_a_waiting_stream_gets_no_comments_where_they_are_turned_off() -> None:
+    gate = asyncio.Event()
+    generator = ScriptedGenerator(lambda ids, params: [gate, *deltas_of("a")])
+    async with client_of(make_api(generator, limits=Limits(ping_seconds=0))) as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json={**PROMPT, "stream": True}))
+        while not generator.generations:  # noqa: ASYNC110  # the script has no event for it
+            await asyncio.sleep(0)
+        for _ in range(20):  # turns of the loop in which pings without a pause would come
+            await asyncio.sleep(0)
+        gate.set()
+        reply = await asking
+
+    assert reply.text.startswith("data: ")
+    assert "\n:" not in reply.text
 
 
 @pytest.mark.timeout(20)

@@ -80,6 +80,15 @@ async def test_a_malformed_body_is_a_400_and_the_next_request_is_served(path: st
     assert after.status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", f"{CHAT_URL}/render", "/tokenize", "/detokenize"])
+async def test_other_routes_refuse_malformed_bodies_alike(path: str) -> None:
+    for body in NOT_JSON:
+        reply = await post(ScriptedGenerator(), path, body)
+
+        assert reply.status_code == 400, body
+        assert is_openai_error(reply.json())
+
+
 @pytest.mark.parametrize(("path", "good"), ENDPOINTS)
 @pytest.mark.parametrize("fault", STRICT)
 async def test_json_is_strict_where_no_value_is_read(path: str, good: dict[str, Any], fault: bytes) -> None:
@@ -274,6 +283,20 @@ async def test_every_field_reaches_the_generation() -> None:
         logit_bias=((3, -100.0), (7, 1.5)), stop=("b", "a"), stop_token_ids=(5, 4),
         include_stop_str_in_output=True, skip_special_tokens=False, ignore_eos=True, priority=-3,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "good", "max_tokens"), [(CHAT_URL, CHAT, None), (COMPLETIONS_URL, PROMPT, 16)]
+)
+async def test_what_is_not_asked_for_is_left_to_the_model(
+    path: str, good: dict[str, Any], max_tokens: int | None
+) -> None:
+    generator = ScriptedGenerator()
+
+    await post(generator, path, good)
+
+    assert generator.params == GenerationParams(max_tokens=max_tokens)
+    assert generator.params.skip_special_tokens
 
 
 async def test_null_means_absent_for_every_field() -> None:

@@ -98,6 +98,7 @@ async def test_a_character_that_stays_incomplete_is_replaced_at_the_end() -> Non
     assert deltas[-1].finish_reason == "length"
 
 
+WORDS = "The quick brown fox jumps over the lazy dog, and the dog says: what is the capital of France?"
 STORY = f"One day, the {EMOJI} said: né! né!\n\nThe end of the day.\n"
 
 
@@ -128,6 +129,23 @@ async def test_a_stop_string_ends_the_text_wherever_tokens_and_steps_end(
     assert b"".join(map(TOKENIZER.token_bytes, entries)) == expected.encode()
     num_ids = sum(len(delta.token_ids) for delta in deltas)
     assert num_ids == len(STORY[: STORY.find(stop) + len(stop)].encode())
+
+
+@given(begin=st.integers(0, len(WORDS) - 2), length=st.integers(1, 12))
+@settings(deadline=None)
+async def test_a_stop_string_may_begin_and_end_within_tokens(begin: int, length: int) -> None:
+    stop = WORDS[begin : begin + length]
+    ids = TOKENIZER.encode(WORDS)
+    assert len(ids) < len(WORDS) / 2
+
+    deltas = await deltas_of(make_engine(ids), stop=(stop,), logprobs=0)
+
+    expected = WORDS[: WORDS.find(stop)]
+    assert text_of(deltas) == expected
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", stop)
+    entries = [entry.token_id for delta in deltas for entry in delta.logprobs]
+    ends = [len(TOKENIZER.decode(ids[:count])) for count in range(len(ids) + 1)]
+    assert entries == ids[: sum(end < len(expected) for end in ends)]
 
 
 async def test_text_that_may_begin_a_stop_string_is_held_back_with_its_logprobs() -> None:
