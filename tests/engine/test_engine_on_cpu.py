@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from service.engine.build import build_engine
 from service.engine.engine import Engine
-from service.engine.observer import NoObserver
+from service.engine.observer import EngineObserver, NoObserver
 from service.engine.request import FinishReason, SamplingParams
 from service.model.checkpoint import Checkpoint, open_checkpoint
 from service.progress import NoProgress
@@ -32,14 +32,25 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return open_checkpoint(make_checkpoint(tmp_path_factory.mktemp("tiny"), eos_token_id=None))
 
 
+class Counter(NoObserver):
+    num_preempted = 0
+
+    def preempted(self) -> None:
+        self.num_preempted += 1
+
+
 @asynccontextmanager
 async def running(
-    checkpoint: Checkpoint, *, kv_tokens: int = 4096, vocab: int = 300, **options: Any
+    checkpoint: Checkpoint,
+    *,
+    kv_tokens: int = 4096,
+    vocab: int = 300,
+    observer: EngineObserver | None = None,
+    **options: Any,
 ) -> AsyncIterator[Engine]:
     settings = Settings(kv_cache_gib=kv_tokens * KIB_A_TOKEN / 2**20, block_size=4, device="cpu", **options)
-    engine = build_engine(
-        checkpoint, settings, vocab_size=vocab, progress=NoProgress(), observer=NoObserver()
-    )
+    observer = observer or NoObserver()
+    engine = build_engine(checkpoint, settings, vocab_size=vocab, progress=NoProgress(), observer=observer)
     await engine.start()
     try:
         yield engine
@@ -135,6 +146,27 @@ async def test_ids_above_the_tokenizers_are_never_sampled(checkpoint: Checkpoint
     assert 240 < max(ids) < 250
 
 
+@pytest.mark.parametrize("rule", [{}, {"top_k": 1}, {"top_p": 0.01}, {"min_p": 0.9}], ids=str)
+async def test_logprobs_are_those_of_the_whole_distribution_whatever_may_be_sampled(
+    checkpoint: Checkpoint, rule: dict[str, float]
+) -> None:
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=3, logprobs=5, **rule)  # type: ignore[arg-type]
+    async with running(checkpoint) as engine:
+        stream = await engine.submit([1, 2, 3], params, request_id="r")
+        entries = [entry async for output in stream for entry in output.logprobs]
+
+    assert len(entries) == 30
+    for entry in entries:
+        assert np.isfinite([entry.logprob, *entry.top_logprobs]).all()
+        assert entry.logprob <= 0
+        assert list(entry.top_logprobs) == sorted(entry.top_logprobs, reverse=True)
+        assert np.exp(entry.top_logprobs).sum() <= 1 + 1e-4
+        if entry.token_id in entry.top_ids:
+            assert entry.logprob == entry.top_logprobs[entry.top_ids.index(entry.token_id)]
+        else:
+            assert entry.logprob <= entry.top_logprobs[-1]
+
+
 @pytest.mark.parametrize(
     "penalties",
     [
@@ -144,7 +176,7 @@ async def test_ids_above_the_tokenizers_are_never_sampled(checkpoint: Checkpoint
         {"presence_penalty": -2.0, "frequency_penalty": 0.3, "repetition_penalty": 0.8},
     ],
 )
-async def test_penalties_follow_the_formula_cold_warm_and_beside_others(
+async def test_penalties_follow_the_formula_cold_warm_beside_others_and_after_preemption(
     checkpoint: Checkpoint, penalties: dict[str, float]
 ) -> None:
     prompt = [5, 5, 7, 9, 5, 11, 5, 7, 9]
@@ -154,6 +186,13 @@ async def test_penalties_follow_the_formula_cold_warm_and_beside_others(
             generate(engine, prompt, **penalties), generate(engine, prompt), generate(engine, [3, 4])
         )
     assert company[0][0] == cold
+
+    observer = Counter()
+    async with running(checkpoint, kv_tokens=32, observer=observer) as engine:
+        older = generate(engine, [3, 4], max_tokens=20)
+        preempted = (await asyncio.gather(older, generate(engine, prompt, **penalties)))[1][0]
+    assert observer.num_preempted > 0
+    assert preempted == cold
 
     async with running(checkpoint, vocab=300) as engine:
         known = list(prompt)

@@ -1,5 +1,6 @@
 """Logits of whole models against transformers in float32: prefill, chunked prefill and decode."""
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,23 @@ def test_bfloat16_weights_take_half_the_memory_and_give_the_same_logits(tmp_path
     )
     assert wide.num_bytes == 2 * narrow.num_bytes
     np.testing.assert_array_equal(wide.rows(np.arange(300)), narrow.rows(np.arange(300)))
+
+
+@pytest.mark.parametrize("kept_as", [np.float32, bfloat16])
+def test_loading_takes_little_more_memory_than_what_it_leaves(kept_as: Any, tmp_path: Path) -> None:
+    make_checkpoint(
+        tmp_path, dtype="bfloat16", hidden_size=128, intermediate_size=512, num_hidden_layers=12
+    )
+    tracemalloc.start()
+    try:
+        checkpoint = open_checkpoint(tmp_path)
+        decoder = Decoder(checkpoint.config, checkpoint.weights, CpuBackend(kept_as), 64, NoProgress())
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert len(decoder.linears) == 12 * 4 + 1
+    assert peak < 1.5 * kept
 
 
 def test_a_tied_head_is_held_once(tmp_path: Path) -> None:

@@ -465,6 +465,20 @@ async def test_a_call_that_must_come_comes_behind_the_thinking() -> None:
     assert [message["content"] for message in seen] == [""] * 3
 
 
+async def test_half_of_a_surrogate_pair_in_tools_and_past_calls_is_replaced() -> None:
+    template = TOOLS_TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls | default('') }}")
+    described = {"type": "function", "function": {"name": "f", "description": "\ud83c"}}
+    history = [calling(call(arguments='{"a": "\\ud83c"}')), answer()]  # JSON within the body's JSON
+    async with whole_server(template=template, max_model_len=2000) as server:
+        for asked in (chat("a", tools=[described]), {"messages": history, "max_tokens": 3}):
+            shown = await post(server.api, f"{URL}/render", asked)
+            reply = await post(server.api, URL, asked)
+
+            assert (shown.status_code, reply.status_code) == (200, 200)
+            assert "\ufffd" in shown.json()["prompt"]
+            assert reply.json()["usage"]["prompt_tokens"] == shown.json()["count"]
+
+
 async def test_a_schema_that_can_not_be_kept_to_is_a_400_before_admission() -> None:
     bad = letters_tool("alpha")
     bad["function"]["parameters"]["properties"]["ok"] = {"type": "foo"}

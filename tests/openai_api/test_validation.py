@@ -348,6 +348,16 @@ async def test_half_of_a_surrogate_pair_becomes_a_replacement_character(text: by
         assert "\ufffd" in rendered
 
 
+@pytest.mark.parametrize("body", [b'{"prompt": "a%bb"}', b'{"prompt": ["x", "a%bb"]}'])
+async def test_half_of_a_surrogate_pair_in_a_prompt_is_one_character(body: bytes) -> None:
+    generator = ScriptedGenerator()
+
+    reply = await post(generator, COMPLETIONS_URL, body.replace(b"%b", LONE[0]))
+
+    assert reply.status_code == 200
+    assert generator.prompts[-1] == [ord(c) for c in "a\ufffdb"]
+
+
 @pytest.mark.parametrize("text", LONE, ids=repr)
 async def test_a_model_name_with_half_a_pair_is_unknown(text: bytes) -> None:
     reply = await post(ScriptedGenerator(), CHAT_URL, b'{"model": "%b", "messages": []}' % text)

@@ -52,10 +52,15 @@ async def test_a_stream_folds_to_the_plain_reply(
     assert num_used == 0
 
 
-async def test_a_chat_is_the_completion_of_its_rendered_prompt() -> None:
-    rendered = "<|im_start|>user\nhi.<|im_end|>\n<|im_start|>assistant\n"
+@pytest.mark.parametrize("begun", ["", "the answer is "])
+async def test_a_chat_is_the_completion_of_its_rendered_prompt(begun: str) -> None:
+    rendered = f"<|im_start|>user\nhi.<|im_end|>\n<|im_start|>assistant\n{begun}"
+    asked = chat("hi.")
+    if begun:
+        asked["messages"].append({"role": "assistant", "content": begun})
+        asked["continue_final_message"] = True
     async with whole_server() as server:
-        as_chat = (await post(server.api, "/v1/chat/completions", chat("hi."))).json()
+        as_chat = (await post(server.api, "/v1/chat/completions", asked)).json()
         as_text = (await post(server.api, "/v1/completions", {"prompt": rendered, "max_tokens": 20})).json()
 
     assert as_chat["usage"]["prompt_tokens"] == as_text["usage"]["prompt_tokens"]
@@ -216,6 +221,28 @@ async def test_more_choices_than_the_queue_ever_holds_are_no_overload(
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == param
     assert fits.status_code == 200
+
+
+async def test_each_choice_takes_a_place_in_the_queue_and_refused_ones_give_theirs_back() -> None:
+    async with whole_server(max_waiting=4) as server:
+        server.runner.auto = False
+        running = [
+            asyncio.create_task(post(server.api, "/v1/completions", chat("a", prompt="a"))) for _ in "abc"
+        ]
+        await until(lambda: server.engine.num_unfinished == 3 and not server.engine.scheduler.waiting)
+        waiting = [asyncio.create_task(post(server.api, "/v1/completions", {"prompt": "a", "n": 2}))]
+        await until(lambda: len(server.engine.scheduler.waiting) == 2)
+        refused = await post(server.api, "/v1/completions", {"prompt": "a", "n": 3})
+        num_waiting = len(server.engine.scheduler.waiting)
+        server.runner.auto = True
+        while server.runner.launched:
+            server.runner.settle()
+        replies = await asyncio.gather(*running, *waiting)
+
+    assert refused.status_code == 503
+    assert num_waiting == 2
+    assert [reply.status_code for reply in replies] == [200] * 4
+    assert server.num_used_blocks == 0
 
 
 async def test_requests_with_another_salt_share_no_prefix() -> None:

@@ -1,7 +1,9 @@
 """What clients get from a real process with the real default model."""
 
 import json
+import random
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,50 @@ def test_a_seed_gives_the_same_answer_again(client: openai.OpenAI) -> None:
     ]
 
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_stop_strings_cut_the_golden_text_plain_and_streamed_under_load(server: ServerProcess) -> None:
+    """Wherever they begin and end within its tokens."""
+    text, chosen = CASES[1]["text_to_eos"], random.Random(1)
+    body = {"messages": CASES[1]["messages"], "temperature": 0, "max_tokens": 64}
+    stops = [
+        text[start : start + chosen.randrange(2, 13)]
+        for start in (chosen.randrange(len(text) - 2) for _ in range(12))
+    ]
+
+    def plain(stop: str) -> tuple[str, str]:
+        status, reply = server.call("POST", "/v1/chat/completions", {**body, "stop": [stop]})
+        assert status == 200, reply
+        return reply["choices"][0]["message"]["content"], reply["choices"][0]["finish_reason"]
+
+    def streamed(stop: str) -> tuple[str, str]:
+        with server.streaming("/v1/chat/completions", {**body, "stop": [stop]}) as stream:
+            *chunks, done = [json.loads(event)["choices"][0] for event in stream if event != "[DONE]"]
+        pieces = [chunk["delta"].get("content", "") for chunk in chunks]
+        return "".join(pieces), done["finish_reason"]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = [(pool.submit(plain, stop), pool.submit(streamed, stop)) for stop in stops]
+
+    for stop, (whole, pieces) in zip(stops, found, strict=True):
+        assert whole.result() == pieces.result() == (text[: text.find(stop)], "stop"), stop
+
+
+def test_choices_of_one_seed_differ_and_come_again_plain_and_streamed(server: ServerProcess) -> None:
+    body = {"messages": CAPITAL, "temperature": 1.5, "seed": 7, "n": 3, "max_tokens": 16}
+    plain = [server.call("POST", "/v1/chat/completions", body)[1] for _ in range(2)]
+    joined = [""] * 3
+    with server.streaming("/v1/chat/completions", body) as stream:
+        for event in stream:
+            for choice in [] if event == "[DONE]" else json.loads(event)["choices"]:
+                joined[choice["index"]] += choice["delta"].get("content", "")
+
+    texts = [[choice["message"]["content"] for choice in reply["choices"]] for reply in plain]
+    assert texts[0] == texts[1] == joined
+    assert len(set(texts[0])) > 1
+    assert [choice["index"] for choice in plain[0]["choices"]] == [0, 1, 2]
+    assert plain[0]["usage"]["prompt_tokens"] == len(CASES[0]["prompt_ids"])
+    server.wait_until_idle()
 
 
 def test_refusals_come_as_the_sdk_errors_they_mean(client: openai.OpenAI) -> None:

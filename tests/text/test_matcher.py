@@ -78,6 +78,9 @@ def test_exactly_the_texts_of_a_grammar_are_possible(
     {"type": "string", "pattern": "^[A-Z]{2}[0-9]{1,3}$"},
     {"type": "integer", "minimum": 5, "maximum": 20_000_000_000},
     {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
+    {"type": "object", "patternProperties": {"^a+$": {"type": "integer"}}, "additionalProperties": False,
+     "maxProperties": 2},
+    {"enum": [f"word number {i}" for i in range(5000)]},
 ]))  # fmt: skip
 def test_whatever_is_sampled_is_json_of_the_schema(seed: int, schema: dict[str, Any]) -> None:
     text = random_text(compiled(GRAMMARS, "json", schema).copy(), TOKENIZER, EOS, seed)
@@ -107,8 +110,10 @@ def test_whatever_is_sampled_is_json_of_the_schema(seed: int, schema: dict[str, 
         {"$ref": "#/nowhere"},
         {"$ref": "https://example.com/schema.json"},
         {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]},
+        {"enum": [f"word number {i}" for i in range(10_000)]},
+        json.loads('{"items":' * 200 + "{}" + "}" * 200),
     ],
-    ids=json.dumps,
+    ids=lambda schema: json.dumps(schema)[:60],
 )
 def test_a_schema_that_could_not_be_kept_to_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=r"^field: .") as refused:
