@@ -30,20 +30,10 @@ __device__ __forceinline__ void copy_box(u32 target, const TensorMap& map, u32 b
                :: "r"(target), "l"(&map), "r"(barrier), "r"(column), "r"(0), "r"(inner), "r"(outer) : "memory");
 }
 
-// To the same place in BLOCKS blocks of the cluster, `first` and those behind it, and told to their barriers.
-template <int BLOCKS>
-__device__ __forceinline__ void copy_rows(u32 target, const TensorMap& map, u32 barrier, int column, int row,
-                                          int first) {
-  if (BLOCKS == 1) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%3, %4}], [%2];"
-                 :: "r"(target), "l"(&map), "r"(barrier), "r"(column), "r"(row) : "memory");
-  } else {
-    const unsigned short blocks = ((1 << BLOCKS) - 1) << first;
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-                 ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
-                 :: "r"(target), "l"(&map), "r"(barrier), "r"(column), "r"(row), "h"(blocks) : "memory");
-  }
+__device__ __forceinline__ void copy_rows(u32 target, const TensorMap& map, u32 barrier, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%3, %4}], [%2];"
+               :: "r"(target), "l"(&map), "r"(barrier), "r"(column), "r"(row) : "memory");
 }
 
 // A whole number of 16 bytes that lie together.
@@ -144,20 +134,9 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
 
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 
-// Of an address in our shared memory, the same in that of a block of the cluster.
-__device__ __forceinline__ u32 block_address(u32 address, int block) {
+// Of a place in our shared memory, the same place in that of a block of the cluster.
+__device__ __forceinline__ u32 address_in(const void* place, int block) {
   u32 remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(place)), "r"(block));
   return remote;
-}
-
-// At a barrier of a block of the cluster; whatever we read before has been read.
-__device__ __forceinline__ void arrive_at(u32 remote) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(remote) : "memory");
-}
-
-// Writes to shared memory of a block of the cluster, and tells a barrier there.
-__device__ __forceinline__ void push_float(u32 remote, float value, u32 remote_barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
-               :: "r"(remote), "f"(value), "r"(remote_barrier) : "memory");
 }

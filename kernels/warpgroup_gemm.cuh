@@ -3,9 +3,7 @@
 // registers, where they become bfloat16 (int8.cuh).
 //
 // K is cut into PARTS parts, each for a block of a cluster; these add their sums in order, each for some rows of
-// x. With few rows every sum is sent to the shared memory of the block that needs it; with many, blocks
-// read each other's. SHARE blocks of neighbouring weight rows are in a cluster too: each asks for its share of the rows of x, which
-// goes to all of them, since with many rows it is the L2 cache that limits. Of bfloat16 weights a warpgroup takes 64 rows; of INT8 ones a block has 64 rows, and its two warpgroups
+// x. Of bfloat16 weights a warpgroup takes 64 rows; of INT8 ones a block has 64 rows, and its two warpgroups
 // take turns at pieces of PIECE columns, since making bfloat16 keeps one too busy. A warp of its own asks for
 // pieces, STAGES of them ahead; those of the weight before the previous kernel has ended. Every result is one
 // chain over a part, or with INT8 one for each warpgroup, whatever NB is, so a row's bits do not depend on its
@@ -25,11 +23,10 @@
 //           BOX         bfloat16: tiles of 16 rows to one copy: 4 or 1
 //           GROUP       0: bfloat16; 32, 64 or 128: INT8 with that many columns to a scale
 //           PARTS       1, 4 or 8
-//           SHARE       1, 2 or 4 blocks that share x; at most 8 with the parts
 //           NORM        1: scale by 1 / rms of x
-// Launch    grid (ceil(TILES / (MB / 16)) in whole SHAREs, ceil(rows / NB), PARTS), cluster (SHARE, 1, PARTS),
+// Launch    grid (ceil(TILES / (MB / 16)), ceil(rows / NB), PARTS), cluster (1, 1, PARTS),
 //           block (128 * WGS + 32), dynamic shared memory of 1024 + STAGES * (STAGE_BYTES + 32) bytes, and with
-//           INT8 and NORM 256 * PER_BLOCK more, and with PUSHES 16 + sizeof(Received) more
+//           INT8 and NORM 256 * PER_BLOCK more
 
 #include "warpgroup.cuh"
 
@@ -58,21 +55,14 @@ constexpr int WEIGHT_BYTES = MB * PIECE * 2;
 #endif
 constexpr int STAGE_BYTES = (X_BYTES + WEIGHT_BYTES + 1023) / 1024 * 1024;
 constexpr int NUM_PIECES = (K + PIECE - 1) / PIECE, PER_BLOCK = (NUM_PIECES + PARTS - 1) / PARTS;
-constexpr int SUM_STRIDE = MB + 4;
-constexpr int CHUNKS = 4 * CHAINS;  // sums of squares that make one of a row of x: one of a warp
+constexpr int SUM_STRIDE = MB + 4, CHUNKS = 16 * CHAINS;
 constexpr int OWN_ROWS = NB / PARTS;                     // of x, that a block finishes
 constexpr int NUM_ITEMS = MB / 8 * OWN_ROWS;                // of eight results
 constexpr int ITEMS = (NUM_ITEMS + THREADS - 1) / THREADS;  // of a thread
-constexpr int SQUARE_GROUPS = CHAINS == 1 && NB > 8 ? WGS : 1;  // warpgroups that share the sums of squares
-constexpr int SQUARES = NB / 8 / SQUARE_GROUPS;
-constexpr bool IS_CLUSTER = SHARE * PARTS > 1;
-constexpr bool PUSHES = PARTS > 1 && NB <= 32;  // sums go straight to the block that finishes them
 constexpr bool IS_EARLY = ITEMS <= 2;                       // more would not fit into registers beside the sums
 
 static_assert(K % 8 == 0, "rows of 16-byte units");
-static_assert(NB / SHARE % 8 == 0, "whole atoms of the swizzle");
 static_assert(STAGES % CHAINS == 0, "a stage is always the same warpgroup's, so that it misses no phase of its barriers");
-static_assert(!PUSHES || SHARE == 1, "blocks that push end without waiting for each other");
 static_assert((NB * SUM_STRIDE + (CHUNKS + 1) * NB) * 4 <= STAGES * STAGE_BYTES, "sums lie where the ring was");
 
 // The ring of pieces and its barriers, as addresses in shared memory.
@@ -85,17 +75,7 @@ struct Ring {
   __device__ u32 has_rows(int stage) const { return has_weights(stage) + 8; }
   __device__ u32 empty(int stage) const { return has_weights(stage) + 16; }
   __device__ u32 norm() const { return base + STAGES * (STAGE_BYTES + 32); }  // INT8 and NORM: of this block's columns
-  __device__ u32 has_received() const { return norm() + (GROUP && NORM ? 256 * PER_BLOCK : 0); }
-  __device__ u32 received() const { return has_received() + 16; }
 };
-
-// Where the blocks of a cluster send what they have of our rows of x.
-struct Received {
-  float sums[PARTS * CHAINS][OWN_ROWS][SUM_STRIDE];
-  float squares[PARTS * CHUNKS][OWN_ROWS];
-};
-
-constexpr int RECEIVED_BYTES = PARTS * OWN_ROWS * (CHAINS * MB + (NORM ? CHUNKS : 0)) * 4;
 
 #if GROUP
 struct Weight {
@@ -121,16 +101,11 @@ __device__ __forceinline__ void copy_weights(const Ring& ring, const Weight& wei
 }
 #endif
 
-// In the cluster: the first of the blocks that share our rows of x.
-__device__ __forceinline__ int first_sharer() { return blockIdx.z * SHARE; }
-
 __device__ __forceinline__ void copy_x(const Ring& ring, const TensorMap& x, int stage, int piece) {
   expect_bytes(ring.has_rows(stage), X_BYTES);
 #pragma unroll
   for (int box = 0; box < PIECE / 64; ++box) {
-    const int own = SHARE > 1 ? blockIdx.x % SHARE * (NB / SHARE) : 0;
-    const u32 target = ring.rows(stage) + box * (NB * 128) + own * 128;
-    copy_rows<SHARE>(target, x, ring.has_rows(stage), piece * PIECE + box * 64, blockIdx.y * NB + own, first_sharer());
+    copy_rows(ring.rows(stage) + box * (NB * 128), x, ring.has_rows(stage), piece * PIECE + box * 64, blockIdx.y * NB);
   }
 }
 
@@ -146,16 +121,6 @@ __device__ __forceinline__ void load_norm(const Ring& ring, const Weight& weight
   asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory");  // warpgroups alone
 }
 #endif
-
-// A warp has no more use for a stage, nor for what the sharers sent to it.
-__device__ __forceinline__ void release_stage(const Ring& ring, int stage) {
-  const int lane = threadIdx.x & 31;
-  if (SHARE == 1) {
-    if (lane == 0) arrive(ring.empty(stage));
-  } else if (lane < SHARE) {
-    arrive_at(block_address(ring.empty(stage), first_sharer() + lane));
-  }
-}
 
 // One thread keeps the ring full.
 __device__ __forceinline__ void produce(const Ring& ring, const Weight& weight, const TensorMap& x, int first,
@@ -173,17 +138,14 @@ __device__ __forceinline__ void produce(const Ring& ring, const Weight& weight, 
   }
 }
 
-// The group of warpgroups that sums squares of the same rows as ours.
-__device__ __forceinline__ int square_group() { return SQUARE_GROUPS > 1 ? threadIdx.x >> 7 : 0; }
-
-// Squares of four components of row t % 8 of every eight rows that are our group's; thread t takes chunk t / 8.
-__device__ __forceinline__ void add_squares(float (&square)[SQUARES], u32 rows) {
+// Squares of four components of row t % 8 + 8 j of a piece, for every j; thread t takes chunk t / 8.
+__device__ __forceinline__ void add_squares(float (&square)[NB / 8], u32 rows) {
   const int t = threadIdx.x & 127, row = t & 7, chunk = t >> 3;
-  const u32 source = rows + square_group() * 1024 + row * 128 + (((chunk >> 1) ^ row) * 16) + (chunk & 1) * 8;
+  const u32 source = rows + row * 128 + (((chunk >> 1) ^ row) * 16) + (chunk & 1) * 8;
 #pragma unroll
-  for (int j = 0; j < SQUARES; ++j) {
+  for (int j = 0; j < NB / 8; ++j) {
     u32 a, b;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "r"(source + j * SQUARE_GROUPS * 1024));
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "r"(source + j * 1024));
     square[j] = fmaf(bf16_low(a), bf16_low(a), square[j]);
     square[j] = fmaf(bf16_high(a), bf16_high(a), square[j]);
     square[j] = fmaf(bf16_low(b), bf16_low(b), square[j]);
@@ -198,29 +160,24 @@ struct Sums {
   float* squares;  // [NB]
 };
 
-// Of a place in our shared memory, the same place in that of the block with another part of K.
-__device__ __forceinline__ u32 address_in_part(const void* place, int part) {
-  return block_address(shared_address(place), part * SHARE + (SHARE > 1 ? blockIdx.x % SHARE : 0));
-}
-
-// What lies there.
-__device__ __forceinline__ float load_float_of(const float* source, int part) {
+// What lies at the same place in the shared memory of a block of the cluster.
+__device__ __forceinline__ float load_float_of(const float* source, int block) {
 #if PARTS == 1
   return *source;
 #else
   float x;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address_in_part(source, part)) : "memory");
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address_in(source, block)) : "memory");
   return x;
 #endif
 }
 
-__device__ __forceinline__ float4 load_float4_of(const float* source, int part) {
+__device__ __forceinline__ float4 load_float4_of(const float* source, int block) {
 #if PARTS == 1
   return load_float4(source);
 #else
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address_in_part(source, part)) : "memory");
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address_in(source, block)) : "memory");
   return v;
 #endif
 }
@@ -235,12 +192,12 @@ __device__ __forceinline__ void share_sums() {
 #endif
 }
 
-// Nobody reads our sums any more, nor tells us that a stage is free. What was written to device memory need not be
-// there yet.
+// Nobody reads our sums any more. What was written to device memory need not be there yet.
 __device__ __forceinline__ void keep_sums() {
-  if (!IS_CLUSTER || PUSHES) return;
+#if PARTS > 1
   cluster_arrive_relaxed();
   cluster_wait();
+#endif
 }
 
 __device__ __forceinline__ float total_square(const Sums& sums, int n) {
@@ -250,26 +207,10 @@ __device__ __forceinline__ float total_square(const Sums& sums, int n) {
   return square;
 }
 
-// Of a warp's four chunks of each row, for lanes 0 to 7.
-__device__ __forceinline__ void add_chunks(float (&square)[SQUARES]) {
+__device__ __forceinline__ void store_squares(const Sums& sums, const float (&square)[NB / 8]) {
+  if (threadIdx.x >= 128 * CHAINS) return;
 #pragma unroll
-  for (int j = 0; j < SQUARES; ++j) {
-    square[j] += __shfl_xor_sync(~0u, square[j], 8);
-    square[j] += __shfl_xor_sync(~0u, square[j], 16);
-  }
-}
-
-// Which row of the block square j of lanes 0 to 7 belongs to, and which chunk of it.
-__device__ __forceinline__ int square_row(int j) { return (j * SQUARE_GROUPS + square_group()) * 8 + (threadIdx.x & 7); }
-__device__ __forceinline__ int square_chunk() { return (threadIdx.x >> 5) % CHUNKS; }
-__device__ __forceinline__ bool has_squares() {
-  return (threadIdx.x & 31) < 8 && threadIdx.x < 128 * CHAINS * SQUARE_GROUPS;
-}
-
-__device__ __forceinline__ void store_squares(const Sums& sums, const float (&square)[SQUARES]) {
-  if (!has_squares()) return;
-#pragma unroll
-  for (int j = 0; j < SQUARES; ++j) sums.chunks[square_chunk() * NB + square_row(j)] = square[j];
+  for (int j = 0; j < NB / 8; ++j) sums.chunks[(threadIdx.x >> 3) * NB + j * 8 + (threadIdx.x & 7)] = square[j];
 }
 
 __device__ __forceinline__ void reduce_squares(const Sums& sums) {
@@ -343,7 +284,7 @@ __device__ __forceinline__ void add_scaled(u32 weights, Accumulator& sum, float 
 
 // The products of one piece in CHAINS, and the squares of x beside them. `operand`: of the first.
 __device__ __forceinline__ void consume(const Ring& ring, Operand& operand, int num_pieces, Accumulator& sum,
-                                        float (&square)[SQUARES]) {
+                                        float (&square)[NB / 8]) {
   static_assert(NB <= 64, "more sums would not fit into registers");
   float part[SETS][NB / 2];
   const int chain = threadIdx.x >> 7;
@@ -367,14 +308,15 @@ __device__ __forceinline__ void consume(const Ring& ring, Operand& operand, int 
       add_scaled(weights, sum, part, first);
     }
     __syncwarp();
-    release_stage(ring, stage);
+    if ((threadIdx.x & 31) == 0) arrive(ring.empty(stage));
     stage += CHAINS;
     if (stage >= STAGES) stage -= STAGES, parity ^= 1;
   }
 }
 #else
 // The products of all pieces, and the squares of x beside them.
-__device__ __forceinline__ void consume(const Ring& ring, int num_pieces, Accumulator& sum, float (&square)[SQUARES]) {
+__device__ __forceinline__ void consume(const Ring& ring, int num_pieces, Accumulator& sum, float (&square)[NB / 8]) {
+  const int lane = threadIdx.x & 31;
   const u32 own_rows = (threadIdx.x >> 7) * 8192;
   int stage = 0, parity = 0, before = 0;
   for (int p = 0; p < num_pieces; ++p) {
@@ -388,9 +330,9 @@ __device__ __forceinline__ void consume(const Ring& ring, int num_pieces, Accumu
       for (int s = 0; s < SUBS; ++s) warpgroup_mma(sum[s], a + 2 * k, b + 2 * k + s * (SUB * 8), p | k);
     }
     commit_products();
-    if (NORM && threadIdx.x < 128 * SQUARE_GROUPS) add_squares(square, ring.rows(stage));
+    if (NORM && threadIdx.x < 128) add_squares(square, ring.rows(stage));
     wait_products<1>();
-    if (p > 0) release_stage(ring, before);
+    if (p > 0 && lane == 0) arrive(ring.empty(before));
     before = stage;
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
@@ -410,49 +352,6 @@ __device__ __forceinline__ void store_sums(const Sums& sums, const Accumulator& 
       *target = adds ? sum[s][i] + *target : sum[s][i];
     }
   }
-}
-
-// Sends sums, and sums of squares, to the blocks that finish those rows of x.
-__device__ __forceinline__ void push_sums(const Ring& ring, const Accumulator& sum, const float (&square)[SQUARES]) {
-  const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * 16 % MB + (lane >> 2);
-  const int slot = blockIdx.z * CHAINS + (CHAINS > 1 ? threadIdx.x >> 7 : 0);
-#pragma unroll
-  for (int i = 0; i < NB / 2; ++i) {
-    const int column = (i >> 2) * 8 + (lane & 3) * 2 + (i & 1), block = column / OWN_ROWS;
-    const int place = (slot * OWN_ROWS + column % OWN_ROWS) * SUM_STRIDE + row + (i & 2) * 4;
-    push_float(block_address(ring.received(), block) + place * 4, sum[0][i], block_address(ring.has_received(), block));
-  }
-  if (!NORM || !has_squares()) return;
-#pragma unroll
-  for (int j = 0; j < SQUARES; ++j) {
-    const int column = square_row(j), block = column / OWN_ROWS;
-    const int place = (blockIdx.z * CHUNKS + square_chunk()) * OWN_ROWS + column % OWN_ROWS;
-    const u32 target = block_address(ring.received(), block) + sizeof(Received::sums) + place * 4;
-    push_float(target, square[j], block_address(ring.has_received(), block));
-  }
-}
-
-// Sums of all warps, and a scale for every row of x, to where every block of the cluster finds them.
-__device__ __forceinline__ void exchange_sums(const Sums& sums, const Accumulator& sum, const float (&square)[SQUARES],
-                                              float eps) {
-  const bool is_consumer = threadIdx.x < THREADS;
-  __syncthreads();  // the ring is done with
-  if (NORM) store_squares(sums, square);
-  if (CHAINS > 1) {
-    if (threadIdx.x >> 7 == 1) store_sums(sums, sum, false);
-    __syncthreads();
-    if (threadIdx.x >> 7 == 0) store_sums(sums, sum, true);
-  } else if (is_consumer) {
-    store_sums(sums, sum, false);
-  }
-  if (NORM) {
-    __syncthreads();
-    reduce_squares(sums);
-  }
-  share_sums();
-  if (!NORM) return;
-  for (int n = threadIdx.x; n < NB; n += THREADS + 32) sums.chunks[n] = rsqrtf(total_square(sums, n) / K + eps);
-  __syncthreads();
 }
 
 // Eight results of one row of x.
@@ -478,41 +377,13 @@ __device__ __forceinline__ float4 load_sums(const float* source) {
   return total;
 }
 
-// Those that were sent, in the same order; the norm's scale goes to `scale`.
-__device__ __forceinline__ void load_received(const Received& received, const Item& item, float eps, float4& low,
-                                              float4& high, float& scale) {
-  const int own = PARTS > 1 ? item.column % OWN_ROWS : 0;
-  float square = 0.0f;
-#pragma unroll
-  for (int part = 0; part < PARTS; ++part) {
-    const float* source = &received.sums[part * CHAINS][own][item.tile * 16 + item.r];
-    float4 part_low = load_float4(source), part_high = load_float4(source + 8);
-    if (CHAINS > 1) {
-      part_low = part_low + load_float4(source + OWN_ROWS * SUM_STRIDE);
-      part_high = part_high + load_float4(source + OWN_ROWS * SUM_STRIDE + 8);
-    }
-    low = part > 0 ? low + part_low : part_low;
-    high = part > 0 ? high + part_high : part_high;
-    float part_square = 0.0f;
-#pragma unroll
-    for (int chunk = 0; chunk < (NORM ? CHUNKS : 0); ++chunk) part_square += received.squares[part * CHUNKS + chunk][own];
-    square += part_square;
-  }
-  scale = NORM ? rsqrtf(square / K + eps) : 1.0f;
-}
-
 // Hands the sums, times the norm's scale, to the includer.
-__device__ __forceinline__ void finish_item(const Sums& sums, const Received& received, const Item& item, float eps,
-                                            const Early& part, const Epilogue& epilogue) {
-  float4 low, high;
-  float scale;
-  if (PUSHES) {
-    load_received(received, item, eps, low, high, scale);
-  } else {
-    const float* source = sums.results + item.column * SUM_STRIDE + item.tile * 16 + item.r;
-    low = load_sums(source), high = load_sums(source + 8), scale = sums.chunks[item.column];
-  }
+__device__ __forceinline__ void finish_item(const Sums& sums, const Item& item, const Early& part,
+                                            const Epilogue& epilogue) {
+  const float* source = sums.results + item.column * SUM_STRIDE + item.tile * 16 + item.r;
+  float4 low = load_sums(source), high = load_sums(source + 8);
   if (NORM) {
+    const float scale = sums.chunks[item.column];
     low.x *= scale, low.y *= scale, low.z *= scale, low.w *= scale;
     high.x *= scale, high.y *= scale, high.z *= scale, high.w *= scale;
   }
@@ -528,26 +399,19 @@ __device__ __forceinline__ void warpgroup_gemm(const Weight& weight, const Tenso
   float* chunks = memory + NB * SUM_STRIDE;
   const Sums sums{memory, chunks, chunks + CHUNKS * NB};
   const int first = blockIdx.z * PER_BLOCK, num_pieces = max(0, min(PER_BLOCK, NUM_PIECES - first));
-  const Received& received = *reinterpret_cast<const Received*>(shared_bytes + (ring.received() - start));
   const bool is_consumer = threadIdx.x < THREADS;
   if (threadIdx.x == THREADS) {
     for (int stage = 0; stage < STAGES; ++stage) {
       init_barrier(ring.has_weights(stage), 1);
       init_barrier(ring.has_rows(stage), 1);
-      init_barrier(ring.empty(stage), WGS / CHAINS * 4 * SHARE);
-    }
-    if (PUSHES) {
-      init_barrier(ring.has_received(), 1);
-      expect_bytes(ring.has_received(), RECEIVED_BYTES);
+      init_barrier(ring.empty(stage), WGS / CHAINS * 4);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  if (PUSHES || SHARE > 1) cluster_arrive();  // others may write to our memory from now on
-  if (SHARE > 1) cluster_wait();
   launch_dependents();
   Accumulator sum = {};
-  float square[SQUARES] = {};
+  float square[NB / 8] = {};
   Early parts[IS_EARLY ? ITEMS : 1];
   if (is_consumer) {
 #if GROUP
@@ -573,20 +437,29 @@ __device__ __forceinline__ void warpgroup_gemm(const Weight& weight, const Tenso
   } else if (threadIdx.x == THREADS) {
     produce(ring, weight, x, first, num_pieces);
   }
-  if (NORM) add_chunks(square);
-  if (PUSHES) {
-    cluster_wait();
-    if (is_consumer) push_sums(ring, sum, square);
-    wait_barrier(ring.has_received(), 0);
-  } else {
-    exchange_sums(sums, sum, square, eps);
+  __syncthreads();  // the ring is done with
+  if (NORM) store_squares(sums, square);
+  if (CHAINS > 1) {
+    if (threadIdx.x >> 7 == 1) store_sums(sums, sum, false);
+    __syncthreads();
+    if (threadIdx.x >> 7 == 0) store_sums(sums, sum, true);
+  } else if (is_consumer) {
+    store_sums(sums, sum, false);
+  }
+  if (NORM) {
+    __syncthreads();
+    reduce_squares(sums);
+  }
+  share_sums();
+  if (NORM) {  // each row's scale once
+    for (int n = threadIdx.x; n < NB; n += THREADS + 32) sums.chunks[n] = rsqrtf(total_square(sums, n) / K + eps);
+    __syncthreads();
   }
 #pragma unroll
   for (int j = 0; j < ITEMS; ++j) {
     const Item item(threadIdx.x + j * THREADS, rows);
     if (!item.is_inside) continue;
-    const Early& part = IS_EARLY ? parts[IS_EARLY ? j : 0] : item.load_early(epilogue);
-    finish_item(sums, received, item, eps, part, epilogue);
+    finish_item(sums, item, IS_EARLY ? parts[IS_EARLY ? j : 0] : item.load_early(epilogue), epilogue);
   }
   keep_sums();
 }

@@ -54,7 +54,7 @@ class CudaKernel:
         block: int,
         shared_bytes: int = 0,
         is_dependent: bool = True,
-        cluster: Grid = (1, 1, 1),
+        cluster_depth: int = 1,
     ) -> None:
         """`signature`: a letter an argument: p, i, f, t, or a struct of so many pointers, such as `4p`.
 
@@ -67,7 +67,7 @@ class CudaKernel:
         self._shared_bytes = shared_bytes
         if shared_bytes > 48 * 1024:
             kernel.max_dynamic_shared_size_bytes = shared_bytes
-        self._attributes = self._launch_attributes(is_dependent, cluster)
+        self._attributes = self._launch_attributes(is_dependent, cluster_depth)
         self._configs: dict[tuple[Grid, int], Any] = {}
         self._make_buffer(signature)
 
@@ -87,7 +87,7 @@ class CudaKernel:
         self._pointers = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
         self._parameters = ctypes.addressof(self._pointers)
 
-    def _launch_attributes(self, is_dependent: bool, cluster: Grid) -> list[Any]:
+    def _launch_attributes(self, is_dependent: bool, cluster_depth: int) -> list[Any]:
         driver, attributes = self._driver, []
         kinds = driver.CUlaunchAttributeID
         if is_dependent:
@@ -95,11 +95,11 @@ class CudaKernel:
             attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
             attributes.append(attribute)
-        if cluster != (1, 1, 1):
+        if cluster_depth > 1:
             attribute = driver.CUlaunchAttribute()
             attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dimensions = attribute.value.clusterDim
-            dimensions.x, dimensions.y, dimensions.z = cluster
+            attribute.value.clusterDim.x = attribute.value.clusterDim.y = 1
+            attribute.value.clusterDim.z = cluster_depth
             attributes.append(attribute)
         return attributes
 

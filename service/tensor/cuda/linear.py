@@ -9,7 +9,7 @@ _MAX_PARTED = 8192  # outputs; wider weights fill the GPU without cutting K
 _SLICE = 128  # of kernels/slices.cuh
 _WARPS, _STAGES = 16, 3  # of kernels/skinny_gemm.cuh
 _MULTIPROCESSORS = 132  # of an H200
-_MAX_PUSHED = 32  # rows of x whose sums blocks send to each other
+_WIDE = 1 << 16  # outputs: of a head, not of a layer
 ROW_TILE = 16  # weight rows; allocations are whole tiles
 MAX_OWN_PREFILL = 256  # rows of an INT8 product that are not worth a weight in bfloat16
 
@@ -175,34 +175,30 @@ def _warpgroup_product(product: _Product) -> None:
     device, linear, rows = product.device, product.linear, product.rows
     columns, parts, tiles = linear.in_features, _parts(linear), product.layout.num_tiles
     variant = warpgroup_variant(rows, linear.out_features, columns, parts, linear.group_size)
-    groups, width, stages, share = variant
-    defines = {**product.defines, "WGS": groups, "NB": width, "STAGES": stages, "SHARE": share}
+    groups, width, stages = variant
+    defines = {**product.defines, "WGS": groups, "NB": width, "STAGES": stages}
     if isinstance(linear, CudaInt8Linear):
         weight: tuple[Any, ...] = (address(linear.packed), address(linear.norm))
         kinds = "pp"
         stage_bytes = -(-(width * 256 + packed_piece_bytes(linear.group_size)) // 1024) * 1024
         pieces = -(-columns // _SLICE)  # of a block: of its part of the norm's weight
         more_bytes = 256 * -(-pieces // parts) if defines["NORM"] else 0
-        rows_of_block, chains = 64, 2
     else:
         box = 4 if product.layout.outer == 1 or product.layout.inner % 4 == 0 else 1
         weight, kinds = (_weight_map(device, linear, product.layout, box),), "t"
         defines["BOX"] = box
         stage_bytes, more_bytes = (64 * groups + width) * 128, 0
-        rows_of_block, chains = 64 * groups, 1
-    if parts > 1 and width <= _MAX_PUSHED:
-        more_bytes += 16 + 4 * chains * width * (rows_of_block + 4 + 4)
-    x_map = device.tensor_map(product.x, (columns, rows), (2 * columns,), (64, width // share))
+    x_map = device.tensor_map(product.x, (columns, rows), (2 * columns,), (64, width))
     kernel = device.kernel(
         product.name,
         defines,
         kinds + "tif" + product.signature,
         block=128 * groups + 32,
         shared_bytes=1024 + stages * (stage_bytes + 32) + more_bytes,
-        cluster=(share, 1, parts),
+        cluster_depth=parts,
     )
-    tiles_of_block = rows_of_block // ROW_TILE
-    grid = (-(-tiles // (tiles_of_block * share)) * share, -(-rows // width), parts)
+    tiles_of_block = 4 if linear.group_size else 4 * groups
+    grid = (-(-tiles // tiles_of_block), -(-rows // width), parts)
     kernel(device.stream, grid, *weight, x_map, rows, product.eps, *product.tail)
 
 
@@ -221,25 +217,24 @@ def packed_piece_bytes(group_size: int) -> int:
 
 def warpgroup_variant(
     rows: int, outputs: int, columns: int, parts: int, group_size: int
-) -> tuple[int, int, int, int]:
-    """WGS, NB, STAGES and SHARE of kernels/warpgroup_gemm.cuh: what was fastest on an H200.
+) -> tuple[int, int, int]:
+    """Warpgroups, rows of x to a block, and pieces under way: what was fastest on an H200.
 
     Few rows: as many blocks as multiprocessors or a multiple, and room left in shared memory for the first
-    pieces of the next kernel. Many rows: large tiles and shared rows of x, to read less from the L2 cache.
+    pieces of the next kernel. Many rows: large tiles, since they read less from the L2 cache.
     """
     is_whole, fills_once = parts == 1, outputs <= 64 * 2 * _MULTIPROCESSORS
     if group_size:
         width = next((size for size in (8, 16, 32) if rows <= size), 64)
         pieces = -(-columns // _SLICE)
-        stages = min(6 if width <= 16 else 4, -(-pieces // parts // 2) * 2)
-        return 2, width, stages, 1 if width < 64 else 4 if is_whole else 2
+        return 2, width, min(6 if width <= 16 else 4, -(-pieces // parts // 2) * 2)
     width = next((size for size in (8, 16, 32, 64) if rows <= size), 128)
     if rows <= 64:
         groups = 2 if is_whole and fills_once else 1
-        return groups, width, (7 if groups == 2 else 8) if width <= 32 else (5 if groups == 2 else 6), 1
-    if rows > 128 and (is_whole or columns > 4096):
-        return 2, 256, 4, 2
-    return 2, 128, 6, 2
+        return groups, width, (7 if groups == 2 else 8) if width <= 32 else (5 if groups == 2 else 6)
+    if rows > 128 and (outputs > _WIDE if is_whole else columns > 4096):
+        return 2, 256, 4
+    return (2, 128, 6) if is_whole or columns > 4096 else (1, 128, 4)
 
 
 def _skinny_shared_bytes(linear: AnyLinear, tiles: int, groups: int, has_norm: bool) -> int:
