@@ -15,6 +15,11 @@ def never_old() -> float:
     return 0.0
 
 
+def never_full() -> bool:
+    """Whether the queue is full, where nobody wants /readyz to know."""
+    return False
+
+
 def no_failure() -> str | None:
     """What a dead engine would say, before there is one."""
     return None
@@ -52,6 +57,7 @@ class Health:
     is_draining: bool = False
     failed_reason: str | None = None  # start-up failed: restart the process
     engine_failure: Callable[[], str | None] = no_failure  # why the engine died, if it did
+    is_full: Callable[[], bool] = never_full  # no further request would be taken now
     heartbeat_age: Callable[[], float] = never_old  # seconds since the engine loop last showed life
     max_heartbeat_age_seconds: float = 60.0  # above the longest step
 
@@ -121,8 +127,8 @@ class Probes:
         return self._answer(self._health.is_alive)
 
     async def readyz(self, _http: Request) -> Response:
-        """GET /readyz: 503 while loading, draining, stuck or failed."""
-        return self._answer(self._health.status == "ok")
+        """GET /readyz: 503 while loading, draining, stuck or failed; where asked for, also while full."""
+        return self._answer(self._health.status == "ok" and not self._health.is_full())
 
     async def startupz(self, _http: Request) -> Response:
         """GET /startupz: 503 with the load phases until the model could serve for the first time."""

@@ -150,6 +150,8 @@ class Server:
         self._api.system_fingerprint = fingerprint(checkpoint, engine)
         health.heartbeat_age = engine.heartbeat_age
         health.engine_failure = lambda: engine.failure
+        if self._settings.unready_when_full:
+            health.is_full = lambda: engine.is_full
         health.is_ready = True
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host

@@ -92,6 +92,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[float, Meta(gt=0)],
         _about("server", "/livez fails when a step takes longer than this", "seconds"),
     ] = 60.0
+    unready_when_full: Annotated[
+        bool,
+        _about("server", "/readyz fails while the queue is full, so that routers go to another replica"),
+    ] = False
     drain_seconds: Annotated[
         Seconds, _about("server", "at SIGTERM or Ctrl-C, time for accepted requests to end", "seconds")
     ] = 30.0

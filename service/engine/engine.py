@@ -104,6 +104,11 @@ class Engine:
         """Wait until no request is left."""
         await self._is_empty.wait()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the queue takes no further request."""
+        return len(self.scheduler.waiting) >= self.max_waiting
+
     def heartbeat_age(self) -> float:
         """Seconds since the loop last came round; 0 while it has nothing to do."""
         return 0.0 if self._beat_at is None else monotonic() - self._beat_at
@@ -152,7 +157,7 @@ class Engine:
         if self._is_draining:
             self._observer.refused("draining")
             raise OverloadedError("The server is shutting down.", retry_after_seconds=1.0)
-        if len(self.scheduler.waiting) >= self.max_waiting:
+        if self.is_full:
             self._observer.refused("queue_full")
             seconds = self._drain_rate.seconds_for(len(self.scheduler.waiting) / 2, monotonic())
             raise OverloadedError(

@@ -98,3 +98,15 @@ async def test_a_failed_server_says_why(path: str, body: dict[str, object]) -> N
     assert reply.status_code == 503
     assert reply.json()["error"]["code"] == "engine_dead"
     assert "out of memory" in reply.json()["error"]["message"]
+
+
+async def test_a_full_server_is_unready_only_where_that_is_asked_for() -> None:
+    async with client_of(make_api(health=Health(is_ready=True, is_full=lambda: True))) as client:
+        statuses = [(await client.get(probe)).status_code for probe in PROBES]
+
+    assert dict(zip(PROBES, statuses, strict=True)) == {
+        "/health": 200,
+        "/livez": 200,
+        "/readyz": 503,
+        "/startupz": 200,
+    }

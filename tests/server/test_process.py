@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,15 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=READY_SECONDS, check=False)
 
 
-def until_draining(server: ServerProcess) -> None:
+def until_unready(server: ServerProcess, word: str = "ok") -> None:
+    """Wait until /readyz fails. `word`: what it calls the status."""
     pause = threading.Event()
     for _ in range(600):
         status, body = server.call("GET", "/readyz")
-        if status == 503 and body["status"] == "draining":
+        if status == 503 and body["status"] == word:
             return
         pause.wait(0.05)
-    raise AssertionError("the server did not start to drain")
+    raise AssertionError("/readyz did not fail")
 
 
 def test_sigterm_lets_a_stream_end_and_refuses_new_requests(default_model: Path) -> None:
@@ -39,7 +41,7 @@ def test_sigterm_lets_a_stream_end_and_refuses_new_requests(default_model: Path)
         with server.streaming("/v1/completions", body) as stream:
             stream.take(1)
             server.process.send_signal(signal.SIGTERM)
-            until_draining(server)
+            until_unready(server, "draining")
             status, refusal = server.call("POST", "/v1/completions", {"prompt": "Hi", "max_tokens": 1})
             *events, usage, end = list(stream)
         code = server.wait_until_ended()
@@ -63,7 +65,7 @@ def test_a_stream_that_does_not_end_in_time_ends_with_an_error_event(
             stream.take(1)
             server.process.send_signal(signal.SIGTERM)
             if signals == 2:
-                until_draining(server)
+                until_unready(server, "draining")
                 server.process.send_signal(signal.SIGINT)
             last = list(stream)[-1]
         code = server.wait_until_ended()
@@ -130,6 +132,24 @@ def test_a_directory_serves_under_the_names_it_was_given(tmp_path: Path) -> None
     assert all(answer[1]["error"]["message"] for answer in answers)
     assert unknown[1]["error"]["code"] == "model_not_found"
     assert code == 0
+
+
+def test_a_full_queue_is_told_to_routers_where_that_is_asked_for(default_model: Path) -> None:
+    limits = ("--kv-cache-gib", "0.25", "--max-running", "1", "--max-waiting", "1", "--unready-when-full")
+    short = {"prompt": "Hi", "max_tokens": 1}
+    with running_server("--offline", *limits) as server, ThreadPoolExecutor(1) as pool:
+        with server.streaming("/v1/completions", ENDLESS) as running:
+            running.take(1)
+            waiting = pool.submit(server.call, "POST", "/v1/completions", short)
+            until_unready(server)
+            healthy = server.call("GET", "/health")[0]
+            refused = server.call("POST", "/v1/completions", short)
+        answered = waiting.result()
+        free = server.call("GET", "/readyz")[0]
+
+    assert (healthy, free, answered[0]) == (200, 200, 200)
+    assert refused[0] == 503
+    assert refused[1]["error"]["code"] == "server_is_overloaded"
 
 
 def raw(server: ServerProcess, body: bytes, announced: int | None = None) -> tuple[int, Any]:
