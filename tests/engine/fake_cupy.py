@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -143,11 +143,19 @@ class QueuedDecoder:
 
     def __init__(self, decoder: Any, find_stream: Callable[[], Stream]) -> None:
         self._decoder, self._find_stream = decoder, find_stream
-        self.new_cache, self.new_activations = decoder.new_cache, decoder.new_activations
+        self.new_cache = decoder.new_cache
+
+    def new_activations(self, rows: int) -> Any:
+        """Poisoned: what no step has written must reach no answer."""
+        activations = self._decoder.new_activations(rows)
+        for field in fields(activations):
+            getattr(activations, field.name).fill(np.nan)
+        return activations
 
     def forward(self, arrays: Any, *more: Any) -> None:
         def work() -> None:  # with new arrays each time: the NumPy backend keeps what it makes of the last
-            self._decoder.forward(replace(arrays), *more)
+            with np.errstate(invalid="ignore"):  # rows of padding hold NaN, and are computed with
+                self._decoder.forward(replace(arrays), *more)
 
         self._find_stream().queue(work)
 
